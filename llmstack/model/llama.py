@@ -1,0 +1,233 @@
+"""The decoder: embedding, blocks, final norm, head. Llama, with the options that ablations of it need."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmstack.errors import UserError
+from llmstack.model.attention import Attention, attention_mask, document_positions
+from llmstack.model.config import ModelConfig
+from llmstack.model.float32 import Float32Buffers
+from llmstack.model.head import LMHead
+from llmstack.model.kv_cache import KVCache, LayerCache
+from llmstack.model.norms.method import NormMethod
+from llmstack.model.rope import RotaryEmbedding, Rotation
+
+
+class MLP(nn.Module):
+    """Gated (``down(act(gate(x)) ⊙ up(x))``, Shazeer arXiv 2002.05202) or plain (``down(act(up(x)))``)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kind = config.mlp
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        if self.kind in ("swiglu", "geglu"):
+            self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [batch, seq, hidden] -> the same shape."""
+        if self.kind == "swiglu":
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.kind == "geglu":
+            return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+        activation = F.gelu if self.kind == "gelu" else F.relu
+        return self.down_proj(activation(self.up_proj(x)))
+
+
+class Dropout(Float32Buffers, nn.Module):
+    """Element dropout whose rate is a tensor, so that blocks of different rates share one compiled graph."""
+
+    rate: Tensor
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.initial_rate = rate
+        self.register_buffer("rate", torch.empty(()), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The configured rate."""
+        nn.init.constant_(self.rate, self.initial_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` of any shape -> zeroed with probability ``rate``, scaled by 1/(1-rate); identity in evaluation."""
+        if not self.training:
+            return x
+        keep = torch.rand(x.shape, device=x.device) >= self.rate
+        return (x * keep / (1 - self.rate)).to(x.dtype)
+
+
+class Block(nn.Module):
+    """One pre-norm decoder block. What its norms are is the norm method's business."""
+
+    def __init__(self, config: ModelConfig, method: NormMethod, layer: int) -> None:
+        super().__init__()
+        self.residual = config.residual
+        self.attention_norm = method.attention_norm(config, layer)
+        self.attention = Attention(config)
+        self.after_attention = method.after_attention(config, layer)
+        self.mlp_norm = method.mlp_norm(config, layer)
+        self.mlp = MLP(config)
+        self.after_mlp = method.after_mlp(config, layer)
+        self.dropout = Dropout(config.dropout_rate(layer)) if config.residual_dropout else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """``x`` [batch, seq, hidden] -> the same shape; the other arguments as in :class:`Attention`."""
+        u, carry = self.attention_norm(x)
+        update = self.dropout(self.after_attention(self.attention(u, rotation, mask, cache, positions)))
+        x = x + update if self.residual else update
+        w = self.mlp_norm(x, carry)
+        update = self.dropout(self.after_mlp(self.mlp(w)))
+        return x + update if self.residual else update
+
+
+class Llama(nn.Module):
+    """Decoder-only language model.
+
+    Raises:
+        UserError: the configuration leaves ``vocab_size`` open.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise UserError("model config: vocab_size is not set; take it from the tokenizer or give a number")
+        self.config = config
+        method = config.norm_method
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.after_embedding = method.after_embedding(config)
+        self.embedding_dropout = Dropout(config.embedding_dropout) if config.embedding_dropout else nn.Identity()
+        self.layers = nn.ModuleList(Block(config, method, layer) for layer in range(config.num_layers))
+        self.norm = method.final_norm(config)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        if config.tie_word_embeddings:
+            # The head owns the shared matrix too: under sharding a weight is whole only in its owner's forward.
+            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
+            self._register_state_dict_hook(_drop_tied_head)
+            self.register_load_state_dict_pre_hook(_restore_tied_head)
+        if self.embed_tokens.weight.device.type != "meta":
+            self.initialise()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Give every parameter and derived buffer its initial value (after ``to_empty`` of a meta model, too)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | LMHead):
+                _initialise_weights(module, self.config)
+            elif callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+        if self.config.initialisation == "depth_scaled":
+            # GPT-2 (Radford et al. 2019, section 2.3): two residual adds per block.
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_layers)
+            for block in self.blocks:
+                nn.init.normal_(block.attention.o_proj.weight, std=std)
+                nn.init.normal_(block.mlp.down_proj.weight, std=std)
+        self.config.norm_method.initialise(self)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The decoder blocks in order (``layers``, typed)."""
+        return [cast(Block, block) for block in self.layers]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """``input_ids`` [batch, seq] -> logits [batch, seq, vocab]; the other arguments as in ``hidden_states``."""
+        hidden = self.hidden_states(
+            input_ids, positions=positions, padding_mask=padding_mask, document_ids=document_ids, cache=cache
+        )
+        return self.lm_head(hidden)
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """What the head sees, [batch, seq, hidden] after the final norm.
+
+        Args:
+            input_ids: [batch, seq] integers.
+            positions: [batch, seq]; none: 0, 1, 2, … or, with ``document_ids``, restarting at each document.
+            padding_mask: [batch, seq], true at real tokens; attention does not see the others.
+            document_ids: [batch, seq]; attention does not cross from one to another.
+            cache: keys and values of earlier positions; needs ``positions`` and excludes the two masks.
+        """
+        if positions is None:
+            assert cache is None, "a cache needs positions"
+            if document_ids is not None:
+                positions = document_positions(document_ids)
+            else:
+                positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        mask = cache.mask(positions) if cache is not None else attention_mask(padding_mask, document_ids)
+        x = self._embed(input_ids, positions)
+        rotation = self.rotary(positions) if self.rotary is not None else None
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotation, mask, cache.layer(index) if cache is not None else None, positions)
+        return self.norm(x)
+
+    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        if self.config.positions == "learned":
+            x = x + self.embed_positions(positions)
+        elif self.config.positions == "sinusoidal":
+            x = x + sinusoidal_positions(positions, self.config.hidden_size).to(x.dtype)
+        if torch.is_autocast_enabled(x.device.type):
+            # The residual stream has the compute dtype, as it has when DeepSpeed casts the weights.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return self.embedding_dropout(self.after_embedding(x))
+
+
+def _initialise_weights(module: nn.Linear | nn.Embedding | LMHead, config: ModelConfig) -> None:
+    """N(0, σ), or N(0, 1/fan_in) for matrices that multiply; biases 0. A tied head is its embedding."""
+    std = config.initializer_range
+    if config.initialisation == "fan_in" and isinstance(module, nn.Linear):
+        std = 1 / math.sqrt(module.in_features)
+    if not (isinstance(module, LMHead) and config.tie_word_embeddings):
+        nn.init.normal_(module.weight, std=std)
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        nn.init.zeros_(bias)
+
+
+def sinusoidal_positions(positions: Tensor, width: int) -> Tensor:
+    """[..., width] fp32: sin(p/10000^(2i/d)) at even, cos at odd columns (Vaswani et al., arXiv 1706.03762)."""
+    pairs = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None].float() * 10000 ** (-pairs / width)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
+
+
+def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """A tied matrix is stored once, as the embedding."""
+    state.pop(f"{prefix}lm_head.weight", None)
+
+
+def _restore_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    if f"{prefix}embed_tokens.weight" in state:
+        state[f"{prefix}lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]

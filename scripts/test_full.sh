@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# The full tier: everything test.sh runs, and the tests that are marked `full`. Arguments go to pytest.
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
+cd "$ROOT"
+"$PYTHON" -m ruff check .
+"$PYTHON" -m mypy
+exec "$PYTHON" -m pytest "$@"
