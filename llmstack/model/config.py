@@ -25,6 +25,16 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     """Context length, in tokens, that the unscaled frequencies were trained for."""
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "original_max_position_embeddings"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"model config: rope_scaling.{name} is {getattr(self, name)}; it must be above 0")
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise UserError(
+                f"model config: rope_scaling.high_freq_factor is {self.high_freq_factor}; it must be above "
+                f"low_freq_factor, {self.low_freq_factor}"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -144,6 +154,9 @@ class ModelConfig:
             raise UserError(f"{where}: unknown model option {', '.join(unknown)}")
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
+            unknown = sorted(set(scaling) - {f.name for f in fields(RopeScaling)})
+            if unknown:
+                raise UserError(f"{where}: unknown option {', '.join(unknown)} of rope_scaling")
             values = {**values, "rope_scaling": RopeScaling(**scaling)}
         return cls(**values)
 

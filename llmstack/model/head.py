@@ -118,6 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _accumulate(grad_weight, logits, part)
             if grad_bias is not None:
                 grad_bias += logits.sum(0, dtype=wide)
+            del logits  # before the next chunk is made, or two exist at a time
         ctx.gradients = [grad_hidden, grad_weight, grad_bias]
         return loss * scale
 

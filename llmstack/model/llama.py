@@ -128,6 +128,9 @@ class Llama(nn.Module):
     @torch.no_grad()
     def initialise(self) -> None:
         """Give every parameter and derived buffer its initial value (after ``to_empty`` of a meta model, too)."""
+        if self.config.tie_word_embeddings:
+            # `to_empty` gives each owner of a shared parameter its own.
+            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | LMHead):
                 _initialise_weights(module, self.config)

@@ -110,7 +110,7 @@ class BHyTStar(NormMethod):
         for option in ("lambda_attention", "lambda_mlp", "kappa"):
             if not getattr(self, option) > 0:
                 raise UserError(f"norm {self.name}: {option} is {getattr(self, option)}; it must be above 0")
-        if self.lambda_final < 0:
+        if not self.lambda_final >= 0:
             raise UserError(f"norm {self.name}: lambda_final is {self.lambda_final}; it must be 0 or above")
 
     def attention_norm(self, config: ModelConfig, layer: int) -> nn.Module:

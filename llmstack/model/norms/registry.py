@@ -31,4 +31,20 @@ def build_norm_method(options: dict[str, Any]) -> NormMethod:
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise UserError(f"norm {name}: unknown option {', '.join(unknown)} (it has: {', '.join(known) or 'none'})")
+    for field in fields(METHODS[name]):
+        if field.name in values:
+            _check_type(name, field.name, field.default, values[field.name])
     return METHODS[name](**values)
+
+
+def _check_type(method: str, option: str, default: Any, value: Any) -> None:
+    """An option has the type of its default: a switch, a number, or a whole number (default null)."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
+        fits, wanted = number, "a number"
+    else:
+        fits, wanted = value is None or (number and isinstance(value, int)), "a whole number or null"
+    if not fits:
+        raise UserError(f"norm {method}: {option} is {value!r}; it must be {wanted}")

@@ -1,0 +1,237 @@
+"""The folder of one training run: what lies in it, who may write it, and where to go on.
+
+runs/<name>/
+    config.yaml         complete configuration; written once, it is what identifies the run
+    run.json            appears when the run has finished: {"finished_step": N}
+    checkpoints/        step-00000025/, …
+    metrics.csv         see metrics.py
+    environment.json    see environment.py
+    logs/ plots/ tensorboard/
+    .lock               held by the process that trains
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from llmstack.checkpoint.files import failing_in_one_line, write_atomically
+from llmstack.checkpoint.format import (
+    BrokenCheckpoint,
+    Checkpoint,
+    checkpoint_name,
+    checkpoint_step,
+    read_checkpoint,
+    remove_checkpoint,
+)
+from llmstack.checkpoint.lock import LOCK_FILE, FolderLock
+from llmstack.checkpoint.metrics import MetricsFile
+from llmstack.errors import UserError
+
+Status = Literal["new", "resume", "finished"]
+
+CONFIG_FILE = "config.yaml"
+
+_BEFORE_CONFIG = {LOCK_FILE, "logs", f".{CONFIG_FILE}.partial"}
+"""What a folder may hold before a run has started in it: a start that was killed, Slurm's output files."""
+_SHOWN_DIFFERENCES = 6
+_MISSING = object()
+_logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """A run folder. Made directly it only looks (for readers); ``open`` takes it for training."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.status: Status = self._find_status()
+        """new; resume: begun and unfinished, with or without a checkpoint; finished."""
+        self._lock: FolderLock | None = None
+        self._broken: set[tuple[Path, int]] = set()
+
+    @classmethod
+    def open(cls, path: str | Path, config: Mapping[str, Any]) -> RunFolder:
+        """Take the folder for a run of ``config`` (plain YAML values) and lock it until ``close`` or the process ends.
+
+        Raises:
+            UserError: it holds something else, a run of another configuration, or a run that is going on. In the first
+                two cases nothing in it has been touched.
+        """
+        run = cls(path)
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        run._refuse_other_content()
+        run._refuse_other_config(yaml.safe_load(text))
+        with failing_in_one_line(run.path):
+            run.path.mkdir(parents=True, exist_ok=True)
+        run._lock = FolderLock(run.path)
+        try:
+            # Another process may have begun here before the lock was ours.
+            run._refuse_other_config(yaml.safe_load(text))
+            run.status = run._find_status()
+            if run.status == "new":
+                write_atomically(run.config_path, text)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def close(self) -> None:
+        """Give up the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @property
+    def config_path(self) -> Path:
+        """The complete configuration."""
+        return self.path / CONFIG_FILE
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def environment_path(self) -> Path:
+        """Where and with what each start ran."""
+        return self.path / "environment.json"
+
+    @property
+    def logs_path(self) -> Path:
+        """Folder of log files."""
+        return self.path / "logs"
+
+    @property
+    def plots_path(self) -> Path:
+        """Folder of plots."""
+        return self.path / "plots"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        """Folder of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def metrics(self) -> MetricsFile:
+        """metrics.csv."""
+        return MetricsFile(self.path / "metrics.csv")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the run that is here.
+
+        Raises:
+            UserError: there is none, or it is no YAML mapping.
+        """
+        try:
+            config = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read {self.config_path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{self.config_path} is not readable as YAML: {reason}") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{self.config_path} is no configuration")
+        return config
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint after ``step`` optimiser steps belongs."""
+        return self.checkpoints_path / checkpoint_name(step)
+
+    def checkpoints(self) -> list[Path]:
+        """All checkpoint folders, whether good or not, by step."""
+        if not self.checkpoints_path.is_dir():
+            return []
+        found = {path: checkpoint_step(path) for path in self.checkpoints_path.iterdir() if path.is_dir()}
+        return sorted((path for path, step in found.items() if step is not None), key=lambda path: found[path] or 0)
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint that verifies, or None; each broken one on the way is reported as a warning.
+
+        Raises:
+            UserError: there are checkpoints, but all are broken.
+        """
+        folders = self.checkpoints()
+        first_fault: BrokenCheckpoint | None = None
+        for folder in reversed(folders):
+            try:
+                return read_checkpoint(folder)
+            except BrokenCheckpoint as error:
+                if not folder.exists():
+                    # Pruned by the training process between the listing and the reading.
+                    return self.newest_checkpoint()
+                first_fault = first_fault or error
+                self._broken.add((folder, folder.stat().st_ino))
+                _logger.warning("broken checkpoint, taking the one before it: %s", error)
+        if first_fault is not None:
+            raise UserError(
+                f"{self.path}: all {len(folders)} checkpoints are broken (the newest: {first_fault}); restore one, or "
+                f"remove {self.checkpoints_path} to start again"
+            )
+        return None
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints; those found broken do not count as kept."""
+        assert keep >= 1
+        folders = self.checkpoints()
+        good = [folder for folder in folders if (folder, folder.stat().st_ino) not in self._broken]
+        if len(good) > keep:
+            for folder in folders[: folders.index(good[-keep])]:
+                remove_checkpoint(folder)
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop the rows of metrics.csv past ``step``, the one that training goes on from."""
+        self.metrics.cut(step)
+
+    def finish(self, step: int) -> None:
+        """Mark the run as finished after ``step`` optimiser steps."""
+        write_atomically(self.path / "run.json", json.dumps({"finished_step": step}) + "\n")
+        self.status = "finished"
+
+    def _find_status(self) -> Status:
+        if (self.path / "run.json").is_file():
+            return "finished"
+        return "resume" if self.config_path.is_file() else "new"
+
+    def _refuse_other_content(self) -> None:
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; choose another run.dir")
+        with failing_in_one_line(self.path):
+            content = {entry.name for entry in self.path.iterdir()}
+        foreign = sorted(content - _BEFORE_CONFIG)
+        if foreign and CONFIG_FILE not in content:
+            raise UserError(
+                f"{self.path} is not empty and holds no run ({foreign[0]} but no {CONFIG_FILE}); choose another run.dir"
+            )
+
+    def _refuse_other_config(self, config: dict[str, Any]) -> None:
+        if not self.config_path.is_file():
+            return
+        differences = list(_differences(self.config, config))
+        if differences:
+            more = len(differences) - _SHOWN_DIFFERENCES
+            shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+            raise UserError(
+                f"{self.path} holds a run of another configuration: {shown}; choose another run.dir, or the same values"
+            )
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """Each dotted key whose value differs, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            inner = f"{key}.{name}" if key else str(name)
+            yield from _differences(old.get(name, _MISSING), new.get(name, _MISSING), inner)
+    elif old != new:
+        yield f"{key} is {_shown(old)} there and {_shown(new)} here"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is _MISSING else json.dumps(value, ensure_ascii=False, default=str)

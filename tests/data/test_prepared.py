@@ -1,0 +1,358 @@
+"""The on-disk format keeps every token, is read in any range, and is whole or absent."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from llmstack.data import PreparedData, Split, iterate_documents, prepare, prepare_source
+from llmstack.data.holdout import Holdout, units_of
+from llmstack.data.prepared import ShardWriter, token_dtype, write_index
+from llmstack.data.sources import embedded_documents
+from llmstack.errors import UserError
+from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
+
+
+class Vocabulary:
+    """Stands for a tokenizer where ids are written directly."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.fingerprint = vocab_size, f"vocabulary of {vocab_size}"
+
+
+def write_folder(
+    folder: Path, documents: list[np.ndarray], vocab_size: int, **sizes: int
+) -> tuple[PreparedData, np.ndarray]:
+    """Documents as the training split (the first alone as the held-out one), and their flat stream."""
+    folder.mkdir()
+    writers = {split: ShardWriter(folder, split, vocab_size, **sizes) for split in ("train", "heldout")}
+    for document in documents:
+        writers["train"].add(document.tolist(), num_bytes=len(document))
+    writers["heldout"].add(documents[0].tolist(), num_bytes=7)
+    for writer in writers.values():
+        writer.close()
+    shards: Any = {split: writer.shards for split, writer in writers.items()}
+    vocabulary: Any = Vocabulary(vocab_size)
+    holdout = Holdout("document", frozenset(), len(documents), 1)
+    write_index(folder, shards, vocabulary, BosEosPolicy(False, False), [], holdout)
+    return PreparedData(folder), np.concatenate(documents)
+
+
+def random_documents(vocab_size: int, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    lengths = [3, *generator.integers(0, 60, 300), 500, 0]
+    return [generator.integers(0, vocab_size, length) for length in lengths]
+
+
+def shard_files(prepared: PreparedData, split: str) -> list[Path]:
+    return [prepared.folder / shard["file"] for shard in prepared.index["splits"][split]["shards"]]
+
+
+# ------------------------------------------------------------------------------------------- the format
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")])
+def test_ids_survive_in_any_range(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    documents = [*random_documents(vocab_size), np.array([vocab_size - 1, 0])]
+    prepared, stream = write_folder(
+        tmp_path / "data", documents, vocab_size, tokens_per_batch=200, tokens_per_shard=1500
+    )
+    split = prepared["train"]
+    assert prepared.index["dtype"] == token_dtype(vocab_size).name == dtype
+    assert len(shard_files(prepared, "train")) > 4
+    assert (split.num_tokens, split.num_documents) == (len(stream), len(documents))
+    assert split.num_bytes == len(stream)
+    assert np.array_equal(split.read(0, len(stream)).numpy(), stream)
+    owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+    generator = np.random.default_rng(1)
+    for start in [0, len(stream) - 1, *generator.integers(0, len(stream), 100)]:
+        length = int(generator.integers(0, len(stream) - start + 1))
+        assert np.array_equal(split.read(int(start), length).numpy(), stream[start : start + length])
+        ids = split.document_ids(int(start), length).numpy()
+        assert np.array_equal(ids, owner[start : start + length])
+    assert split.read(5, 3).dtype == split.document_ids(5, 3).dtype
+    for start, length in [(-1, 2), (0, len(stream) + 1), (len(stream), 1)]:
+        with pytest.raises(IndexError):
+            split.read(start, length)
+
+
+def test_shards_are_hugging_face_data_sets(tmp_path: Path) -> None:
+    documents = random_documents(100_000)
+    prepared, _ = write_folder(tmp_path / "data", documents, 100_000, tokens_per_batch=200, tokens_per_shard=1500)
+    rows = [row for path in shard_files(prepared, "train") for row in datasets.Dataset.from_file(str(path))]
+    assert [row["tokens"] for row in rows] == [document.tolist() for document in documents]
+    assert [row["bytes"] for row in rows] == [len(document) for document in documents]
+
+
+@pytest.mark.parametrize("bad", [-1, 1000])
+def test_id_outside_the_vocabulary_is_refused(tmp_path: Path, bad: int) -> None:
+    with pytest.raises(UserError, match="outside its vocabulary of 1000"):
+        ShardWriter(tmp_path, "train", 1000).add([5, bad], num_bytes=2)
+
+
+def flip_a_byte(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x40
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "flipped", "index", "version", "no index"])
+def test_damage_is_reported(tmp_path: Path, damage: str) -> None:
+    prepared, _ = write_folder(
+        tmp_path / "data", random_documents(1000), 1000, tokens_per_batch=500, tokens_per_shard=2000
+    )
+    path, index = shard_files(prepared, "train")[1], prepared.folder / "index.json"
+    raw = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(raw[:-8])
+    elif damage == "longer":
+        path.write_bytes(raw + b"\0" * 8)
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "flipped":
+        flip_a_byte(path)
+    elif damage == "index":
+        index.write_bytes(index.read_bytes()[:-20])
+    elif damage == "version":
+        index.write_text(json.dumps(prepared.index | {"format_version": 2}))
+    else:
+        index.unlink()
+    with pytest.raises(UserError, match="no prepared data here" if damage == "no index" else "delete the folder"):
+        PreparedData(prepared.folder).verify()
+
+
+def test_counts_that_differ_from_the_index_are_reported(tmp_path: Path) -> None:
+    prepared, _ = write_folder(tmp_path / "data", random_documents(1000), 1000)
+    record = prepared.index["splits"]["train"]
+    record["shards"][0]["tokens"] += 1
+    (prepared.folder / "index.json").write_text(json.dumps(prepared.index))
+    with pytest.raises(UserError, match="delete the folder"):
+        PreparedData(prepared.folder)["train"].read(0, 1)
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    prepared, _ = write_folder(tmp_path / "data", random_documents(1000), 1000)
+    other: Any = Vocabulary(999)
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
+        PreparedData(prepared.folder, other)
+
+
+# ------------------------------------------------------------------------------------------- preparing
+
+
+def test_real_documents_with_a_real_tokenizer(shared: Path, cache: Path) -> None:
+    """C4 with Llama 2: every document whole, in order, in one split; 50 held out and not trained on."""
+    source = shared / "c4" / "c4_en_valid_1k.jsonl"
+    tokenizer = load_tokenizer(shared / "tokenizers" / "llama-2" / "tokenizer.model")
+    prepared = prepare_source(source, tokenizer, BosEosPolicy.default(tokenizer))
+    texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+    expected: dict[Split, list[list[int]]] = {"train": [], "heldout": []}
+    smallest = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())[:50]
+    for text in texts:
+        ids = [1, *tokenizer.encode(text), 2]
+        expected["heldout" if text in smallest else "train"].append(ids)
+    for split, documents in expected.items():
+        data = prepared[split]
+        assert data.read(0, data.num_tokens).tolist() == [i for document in documents for i in document]
+        assert data.num_documents == len(documents)
+    assert prepared["heldout"].num_documents == 50
+    assert prepared["train"].num_bytes + prepared["heldout"].num_bytes == sum(len(t.encode()) for t in texts)
+    assert prepared.index["holdout"]["heldout_units"] == 50
+    assert prepared.index["dtype"] == "uint16"
+    assert prepared.index["sources"][0]["size"] == source.stat().st_size
+
+
+def test_sections_of_a_document_are_marked_once(embedded: PreparedData, tokenizer: Tokenizer) -> None:
+    """BOS before the first section that stays in a split and EOS after the last, wherever the others went."""
+    lengths = [len(tokenizer.encode(text)) for document in embedded_documents() for text in units_of(document)]
+    for split in ("train", "heldout"):
+        rows = [row for p in shard_files(embedded, split) for row in datasets.Dataset.from_file(str(p))["tokens"]]
+        assert len(rows) == embedded[split].num_documents
+        for row in rows:
+            assert (row[0], row[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+            assert not {tokenizer.bos_id, tokenizer.eos_id} & set(row[1:-1])
+    counts = embedded.index["splits"]
+    marks = 2 * (counts["train"]["documents"] + counts["heldout"]["documents"])
+    assert counts["train"]["tokens"] + counts["heldout"]["tokens"] == marks + sum(lengths)
+    assert embedded["heldout"].num_tokens >= 15_000
+    corpus = sum(len(document.text.encode()) for document in embedded_documents())
+    assert counts["train"]["bytes"] + counts["heldout"]["bytes"] == corpus
+
+
+def test_heldout_text_is_not_in_train(embedded: PreparedData, tokenizer: Tokenizer) -> None:
+    text = {}
+    for split in ("train", "heldout"):
+        data = embedded[split]
+        text[split] = tokenizer.decode(data.read(0, data.num_tokens).tolist())
+    sections = [section for document in embedded_documents() for section in units_of(document) if len(section) > 500]
+    sides = [(section in text["train"], section in text["heldout"]) for section in sections]
+    assert all(in_train != in_heldout for in_train, in_heldout in sides)
+
+
+class Refusing:
+    """A tokenizer that has the name of another but must not be asked to tokenise."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.fingerprint, self.vocab_size = tokenizer.fingerprint, tokenizer.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError("tokenised again")
+
+    encode_batch = encode
+
+
+def test_second_start_does_not_tokenise(
+    write_rows: Callable[..., Path], cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    path = write_rows(f"document {i}" for i in range(200))
+    refusing: Any = Refusing(tokenizer)
+    with pytest.raises(AssertionError, match="tokenised again"):
+        prepare_source(path, refusing, policy)
+    assert not list(cache.glob("*/index.json"))
+    first = prepare_source(path, tokenizer, policy)
+    second = prepare_source([str(path), path.parent / "*.jsonl"], refusing, policy)
+    assert second.folder == first.folder
+    assert second.index == first.index
+
+
+def test_what_changes_the_data_prepares_anew(
+    write_rows: Callable[..., Path], cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    path = write_rows(f"document {i}" for i in range(200))
+    folders = {prepare_source(path, tokenizer, policy).folder}
+    folders.add(prepare_source(path, tokenizer, BosEosPolicy(bos=False, eos=True)).folder)
+    os.utime(path, ns=(1, 1))
+    folders.add(prepare_source(path, tokenizer, policy).folder)
+    write_rows(f"document {i}" for i in range(201))
+    folders.add(prepare_source(path, tokenizer, policy).folder)
+    assert len(folders) == 4
+
+
+def test_damaged_cache_is_reported(
+    write_rows: Callable[..., Path], cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    path = write_rows(f"document {i}" for i in range(200))
+    flip_a_byte(shard_files(prepare_source(path, tokenizer, policy), "train")[0])
+    with pytest.raises(UserError, match=r"damaged .*delete the folder"):
+        prepare_source(path, tokenizer, policy)
+
+
+def test_error_in_a_row_leaves_nothing(tmp_path: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "good"}\n' * 500 + '{"text": null}\n')
+    with pytest.raises(UserError, match=f"{path}:501"):
+        prepare_source(path, tokenizer, policy)
+    assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
+
+
+def test_source_that_changes_meanwhile_is_refused(
+    write_rows: Callable[..., Path], cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    path = write_rows(f"document {i}" for i in range(200))
+
+    class Touching(Refusing):
+        def encode_batch(self, texts: list[str]) -> list[list[int]]:  # type: ignore[override]
+            path.open("a").write("\n")
+            return tokenizer.encode_batch(texts)
+
+    touching: Any = Touching(tokenizer)
+    touching.bos_id, touching.eos_id = tokenizer.bos_id, tokenizer.eos_id
+    with pytest.raises(UserError, match="changed while it was being prepared"):
+        prepare_source(path, touching, policy)
+    assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
+
+
+PREPARE = """
+import os, signal, sys
+from llmstack.data import prepare_source
+from llmstack.tokenizer import BosEosPolicy, load_tokenizer
+tokenizer = load_tokenizer(sys.argv[2])
+encode, seen = tokenizer.encode_batch, []
+def encode_batch(texts):
+    seen.append(len(texts))
+    if "kill" in sys.argv and len(seen) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode(texts)
+tokenizer.encode_batch = encode_batch
+prepared = prepare_source(sys.argv[1], tokenizer, BosEosPolicy(True, True))
+print(prepared.folder, prepared["train"].num_tokens, len(seen) > 0)
+"""
+
+
+def start_prepare(source: Path, tokenizer: Path, *extra: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PREPARE, str(source), str(tokenizer), *extra]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def many_rows(write_rows: Callable[..., Path]) -> Path:
+    return write_rows(f"document {i} " + "with some words " * 40 for i in range(5_000))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(folder)
+    return folder
+
+
+def test_killed_writer_leaves_nothing_under_the_name(
+    many_rows: Path, tokenizer_folder: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    killed = start_prepare(many_rows, tokenizer_folder, "kill")
+    _, errors = killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL, errors
+    assert {entry.suffix for entry in cache.iterdir()} == {".lock", ".tmp"}
+    prepared = prepare_source(many_rows, tokenizer, policy)
+    prepared.verify()
+    total = prepared["train"].num_documents + prepared["heldout"].num_documents
+    assert (total, prepared["heldout"].num_documents) == (5_000, 50)
+    assert {entry.suffix for entry in cache.iterdir()} == {".lock", ""}
+
+
+def test_two_processes_prepare_the_same_data(many_rows: Path, tokenizer_folder: Path, cache: Path) -> None:
+    both = [start_prepare(many_rows, tokenizer_folder) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    (folder, tokens, one), (same_folder, same_tokens, other) = (output.split() for output, _ in outputs)
+    assert (folder, tokens) == (same_folder, same_tokens)
+    assert {one, other} == {"True", "False"}  # one tokenised, the other waited for it
+
+
+def test_long_work_reports(
+    write_rows: Callable[..., Path],
+    cache: Path,
+    tokenizer: Tokenizer,
+    policy: BosEosPolicy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(prepare.time, "monotonic", lambda: next(clock))
+    lines: list[str] = []
+    prepare_source(write_rows(str(i) for i in range(200)), tokenizer, policy, report=lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("prepare: 200 documents, ")
+
+
+def test_parquet_and_json_lines_prepare_alike(
+    write_rows: Callable[..., Path], tmp_path: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"document {i}\n" * (i % 7) for i in range(300)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
+    rows = prepare_source(write_rows(texts), tokenizer, policy)
+    table = prepare_source(tmp_path / "rows.parquet", tokenizer, policy)
+    assert rows.index["splits"] == table.index["splits"]
+    assert rows.index["holdout"] == table.index["holdout"]
+    assert [d.text for d in iterate_documents(tmp_path / "rows.parquet")] == texts
