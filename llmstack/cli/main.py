@@ -1,0 +1,63 @@
+"""``llmstack``: one console command, a thin file per subcommand, nothing heavy loaded before it is used."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from llmstack import __version__
+from llmstack.cli import fit, generate, inspect, perplexity, tokenizer, validate
+from llmstack.errors import UserError
+
+CONFIGURED = {"fit": fit, "validate": validate}
+"""Subcommands whose options are those of the composed configuration, read by a parser of their own."""
+
+SUBCOMMANDS = (tokenizer, perplexity, generate, inspect)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are one line, like every other error of the user's."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = _Parser(prog="llmstack", description="Train, measure and run Llama-style language models.")
+    parser.add_argument("--version", action="version", version=f"llmstack {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, module in CONFIGURED.items():
+        subparsers.add_parser(name, help=module.SUMMARY, add_help=False)
+    for subcommand in SUBCOMMANDS:
+        subcommand.add_parser(subparsers)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Returns:
+        0 on success, 2 on a wrong argument or input. Any other failure is an exception: a traceback and status 1.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if arguments and arguments[0] in CONFIGURED:
+            return CONFIGURED[arguments[0]].main(arguments[1:])
+        parsed = build_parser().parse_args(arguments)
+        return parsed.run(parsed)
+    except UserError as error:
+        print(f"llmstack: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not an error, and nothing more to say to it.
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("llmstack: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

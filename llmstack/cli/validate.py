@@ -1,0 +1,56 @@
+"""``llmstack validate``: loss and perplexity of a checkpoint over the held-out split of a data configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SUMMARY = "validation loss and perplexity of a checkpoint over a data configuration"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the token-weighted result as one JSON line.
+
+    Returns:
+        0: measured.
+    """
+    from llmstack.cli.configured import parse
+    from llmstack.errors import UserError
+    from llmstack.training.run import validate
+
+    own = argparse.ArgumentParser(prog="llmstack validate", add_help=False, allow_abbrev=False)
+    own.add_argument("--ckpt_path", metavar="CKPT", help="run folder, checkpoint or Hugging Face folder")
+    own.add_argument("--baselines", action="store_true", help="also score n-gram models of the same tokens")
+    own.add_argument("--output", metavar="F.json", help="write the result there, too")
+    options, rest = own.parse_known_args(arguments)
+    if {"-h", "--help"} & set(rest):
+        print(own.format_help(), "and the options of the configuration:\n", flush=True)
+    elif options.ckpt_path is None and not any(argument.startswith("--print_config") for argument in rest):
+        raise UserError("--ckpt_path is not set: give a run folder, a checkpoint or a Hugging Face folder")
+    cli, _ = parse("validate", rest)
+    result = validate(cli.trainer, cli.model, cli.datamodule, options.ckpt_path)
+    if options.baselines:
+        result["baselines"] = _baselines(cli.datamodule)
+    text = json.dumps(result)
+    if options.output:
+        Path(options.output).write_text(text + "\n")
+    print(text)
+    return 0
+
+
+def _baselines(data: object) -> dict[str, object]:
+    """Unigram and interpolated bigram models of the training split, on the same held-out tokens."""
+    from dataclasses import asdict
+
+    from llmstack.data import score_baselines
+    from llmstack.errors import UserError
+    from llmstack.training.datamodule import LanguageData
+
+    assert isinstance(data, LanguageData)
+    if data.prepared is None:
+        raise UserError(f"--baselines needs text; data.source is {data.source}")
+    print("scoring unigram and bigram models of the same tokens ...", file=sys.stderr)
+    return asdict(score_baselines(data.prepared))

@@ -1,0 +1,8 @@
+"""What happens around the training step."""
+
+from llmstack.training.callbacks.checkpointing import Checkpointing
+from llmstack.training.callbacks.metrics import Metrics
+from llmstack.training.callbacks.norm_life import NormLife
+from llmstack.training.callbacks.progress import ProgressDisplay
+
+__all__ = ["Checkpointing", "Metrics", "NormLife", "ProgressDisplay"]

@@ -1,0 +1,156 @@
+"""The data of a run as a LightningDataModule: a source, a tokenizer and the batches that come of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from torch.utils.data import DataLoader
+
+from llmstack.data import (
+    EMBEDDED,
+    EvaluationBatchSampler,
+    KeyedSamples,
+    PackedBlocks,
+    PreparedData,
+    SampleOrder,
+    StepBatchSampler,
+    TaskDataset,
+    collate,
+    prepare_source,
+)
+from llmstack.data.embedded import embedded_tokenizer
+from llmstack.errors import UserError
+from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
+
+TASK_SAMPLES = {"train": 1_000_000, "heldout": 500}
+"""Samples of the generated tasks; a sample costs nothing until it is asked for."""
+
+
+class LanguageData(L.LightningDataModule):
+    """Packed blocks of text, or generated tasks.
+
+    Args:
+        source: `embedded` (the language reference inside CPython), `text` (files), or the generated `copy` or `sort`.
+        files: for `text`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or .parquet.
+        tokenizer: tokenizer file or folder; for `embedded` it may be left out: a small BPE is trained on the spot.
+        embedded_vocab_size: size of that BPE.
+        text_field: field of JSON lines or column of Parquet that holds the text.
+        block_size: tokens per sample (the generated tasks have their own).
+        micro_batch_size: samples per device and forward pass.
+        document_masks: attention stays within documents and positions restart at each.
+        num_workers: processes that read data; 0: the training process itself, which memory-mapped tokens rarely need.
+        seed: seed of the order of samples.
+    """
+
+    def __init__(
+        self,
+        source: Literal["embedded", "text", "copy", "sort"] = "embedded",
+        files: str | list[str] | None = None,
+        tokenizer: str | None = None,
+        embedded_vocab_size: int = 2048,
+        text_field: str = "text",
+        block_size: int = 256,
+        micro_batch_size: int = 4,
+        document_masks: bool = False,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in (("block_size", block_size), ("micro_batch_size", micro_batch_size)):
+            if value < 1:
+                raise UserError(f"data.{name} is {value}; it must be at least 1")
+        if num_workers < 0:
+            raise UserError(f"data.num_workers is {num_workers}; it must be 0 or more")
+        if source == "text" and not files:
+            raise UserError("data.files is not set: give --data.files a path, a glob or a folder")
+        if source == "text" and not tokenizer:
+            raise UserError("data.tokenizer is not set: give --data.tokenizer a tokenizer file or folder")
+        if source != "text" and files:
+            raise UserError(f"data.files is set, but data.source is {source}: set data.source to text")
+        if source in ("copy", "sort") and tokenizer:
+            raise UserError(f"data.tokenizer is set, but data.source {source} generates ids and has no text")
+        self.source, self.files, self.tokenizer_path, self.text_field = source, files, tokenizer, text_field
+        self.embedded_vocab_size, self.block_size = embedded_vocab_size, block_size
+        self.micro_batch_size, self.document_masks, self.num_workers = micro_batch_size, document_masks, num_workers
+        self.seed = seed
+        self.tokenizer: Tokenizer | None = None
+        self.policy: BosEosPolicy | None = None
+        self.prepared: PreparedData | None = None
+        self._train: Any = None
+        self._heldout: Any = None
+
+    def prepare_data(self) -> None:
+        """Tokenise once, on one process of each node; the others find it in the cache."""
+        self.setup("fit")
+
+    def setup(self, stage: str) -> None:
+        """Open the data (tokenising it unless the cache has it) and cut it into samples."""
+        if self._train is not None:
+            return
+        if self.source in ("copy", "sort"):
+            self._train = TaskDataset(self.source, "train", TASK_SAMPLES["train"], self.seed)
+            self._heldout = TaskDataset(self.source, "heldout", TASK_SAMPLES["heldout"], self.seed)
+            self.vocab_size, self.block_size = self._train.vocab_size, self._train.block_size
+            self.fingerprint = f"{self.source}-{self.block_size}"
+            return
+        if self.tokenizer_path is None:
+            self.tokenizer = embedded_tokenizer(self.embedded_vocab_size)
+        else:
+            self.tokenizer = load_tokenizer(self.tokenizer_path)
+        self.policy = BosEosPolicy.default(self.tokenizer)
+        files = EMBEDDED if self.source == "embedded" else self.files
+        assert files is not None
+        self.prepared = prepare_source(files, self.tokenizer, self.policy, self.text_field)
+        self.vocab_size = self.prepared.vocab_size
+        self.fingerprint = f"{self.prepared.folder.name}-{self.block_size}"
+        masks = self.document_masks
+        self._train = PackedBlocks(self.prepared, "train", self.block_size, document_ids=masks)
+        self._heldout = PackedBlocks(self.prepared, "heldout", self.block_size, keep_last=True, document_ids=masks)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Input positions of one sample, padding included."""
+        return self.block_size
+
+    def train_dataloader(self) -> DataLoader[dict[str, Any]]:
+        """Micro-batches from the trainer's present step on, without end: the trainer counts the steps."""
+        trainer = self.trainer
+        assert trainer is not None
+        sampler = StepBatchSampler(
+            self._train,
+            SampleOrder(len(self._train), self.seed),
+            self.micro_batch_size,
+            accumulate=trainer.accumulate_grad_batches,
+            world_size=trainer.world_size,
+            rank=trainer.global_rank,
+            start_step=trainer.global_step,
+        )
+        return self._loader(self._train, sampler)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Any]]:
+        """All held-out tokens, in order."""
+        trainer = self.trainer
+        assert trainer is not None
+        sampler = EvaluationBatchSampler(
+            self._heldout, self.micro_batch_size, world_size=trainer.world_size, rank=trainer.global_rank
+        )
+        return self._loader(self._heldout, sampler)
+
+    def _loader(self, samples: Any, sampler: Any) -> DataLoader[dict[str, Any]]:
+        return DataLoader(
+            KeyedSamples(samples),
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+    def save_tokenizer(self, folder: Path) -> Path | None:
+        """Write tokenizer and BOS/EOS policy to ``folder``; none where the data has no text."""
+        if self.tokenizer is None:
+            return None
+        assert self.policy is not None
+        self.tokenizer.save(folder, self.policy)
+        return folder

@@ -1,0 +1,80 @@
+"""A whole training run, and a measurement of a checkpoint, with Lightning's Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from llmstack.checkpoint import RunFolder, load_model, record_environment, resolve
+from llmstack.errors import UserError
+from llmstack.tokenizer import load_tokenizer
+from llmstack.training.callbacks import Checkpointing, Metrics, NormLife, ProgressDisplay
+from llmstack.training.datamodule import LanguageData
+from llmstack.training.module import LanguageModel, fit_to_data
+from llmstack.training.rhythm import RunConfig
+
+
+def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None:
+    """Everything that can be wrong before a run folder exists. Prepares the data.
+
+    Raises:
+        UserError: no number of steps, bad data, or a model that does not fit the data.
+    """
+    if trainer.max_steps < 1:
+        raise UserError("trainer.max_steps is not set: give --trainer.max_steps the number of optimiser steps")
+    data.setup("fit")
+    module.config = fit_to_data(module.config, data)
+
+
+def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: RunFolder, config: RunConfig) -> None:
+    """Train in ``run`` from its newest good checkpoint, or from the start, to the end, and validate there."""
+    module.resume_from = run.newest_checkpoint()
+    resumed_step = module.resume_from.step if module.resume_from else 0
+    run.cut_metrics(resumed_step)
+    record_environment(run.environment_path)
+    if not (run.path / "tokenizer").is_dir():
+        data.save_tokenizer(run.path / "tokenizer")
+    metrics = Metrics(run.metrics)
+    checkpointing = Checkpointing(run, config, metrics)
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.extend([NormLife(), metrics, ProgressDisplay(metrics), checkpointing])
+    tensorboard = TensorBoardLogger(run.path, name="tensorboard", version="", purge_step=resumed_step + 1)
+    trainer.loggers = [*trainer.loggers, tensorboard]
+    # Lightning counts micro-batches; without validation during training it must still know an interval.
+    interval = config.validate_every or trainer.max_steps + 1
+    trainer.val_check_interval = interval * trainer.accumulate_grad_batches
+    trainer.fit(module, datamodule=data)
+    if not config.validation_due(trainer.global_step) or resumed_step == trainer.max_steps:
+        trainer.validate(module, datamodule=data, verbose=False)
+    run.finish(trainer.global_step)
+
+
+def validate(trainer: L.Trainer, module: LanguageModel, data: LanguageData, ckpt: str) -> dict[str, Any]:
+    """Measure a checkpoint on the held-out split of ``data``.
+
+    Returns:
+        ``loss`` (nats per token), ``perplexity``, ``tokens`` and, for text, ``bits_per_byte``.
+
+    Raises:
+        UserError: the checkpoint was trained with another tokenizer, or its positions do not reach.
+    """
+    source = resolve(ckpt)
+    data.setup("validate")
+    if source.tokenizer is not None and data.tokenizer is not None:
+        trained_with = load_tokenizer(source.tokenizer)
+        if trained_with.fingerprint != data.tokenizer.fingerprint:
+            raise UserError(f"{ckpt} was trained with another tokenizer than that of the data: use its own")
+    module.config = fit_to_data(source.config, data)
+    module.adopt(load_model(source))
+    trainer.validate(module, datamodule=data, verbose=False)
+    loss = float(trainer.callback_metrics["val_loss"])
+    result = {
+        "loss": loss,
+        "perplexity": float(trainer.callback_metrics["val_perplexity"]),
+        "tokens": module.validation_tokens,
+    }
+    if data.prepared is not None:
+        result["bits_per_byte"] = data.prepared.bits_per_byte(loss)
+    return result
