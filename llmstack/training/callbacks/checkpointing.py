@@ -112,6 +112,7 @@ def _data_state(trainer: L.Trainer, data: LanguageData) -> dict[str, Any]:
     """What makes up the sequence of samples: a resumed run must find the same."""
     return {
         "fingerprint": data.fingerprint,
+        "block_size": data.block_size,
         "order_seed": data.seed,
         "samples_per_step": data.micro_batch_size * trainer.accumulate_grad_batches * trainer.world_size,
     }

@@ -1,0 +1,104 @@
+"""torch.compile: one block graph and one head graph per mode at 16 layers, and the same training as eager."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from llmstack.model import Llama, ModelConfig
+from llmstack.model import head as head_module
+from llmstack.model.compile import compile_model
+from llmstack.model.norms import METHODS
+
+LAYERS, BATCH, LENGTH, VOCAB = 16, 2, 12, 61
+GRAPHS_PER_MODE = 2  # one of the block, one of the head
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing compiled before; 24 tokens in chunks of 8, 8 and 8 (not one per graph)."""
+    monkeypatch.setattr(head_module, "_CHUNK_BYTES", {"cpu": 4 * VOCAB * 9})
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def narrow(**options: object) -> Llama:
+    torch.manual_seed(0)
+    return Llama(
+        ModelConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_layers=LAYERS,
+            num_heads=2,
+            num_kv_heads=1,
+            intermediate_size=24,
+            max_position_embeddings=32,
+            **options,
+        )
+    )
+
+
+def train(model: Llama, steps: int, autocast: bool = False) -> list[float]:
+    """Loss of each training step, with a validation pass after the first and the last; the latter's loss at the end."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(steps):
+        ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+
+        def loss(ids: torch.Tensor = ids) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return model.lm_head(model.hidden_states(ids[:, :-1]), ids[:, 1:], BATCH * LENGTH)
+
+        value = loss()
+        value.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(value.item())
+        if step in (0, steps - 1):
+            model.eval()
+            with torch.no_grad():
+                validation = loss().item()
+            model.train()
+        if step == 0:
+            # Both modes have been seen: from here on a recompilation is an error.
+            torch._dynamo.config.error_on_recompile = True
+    torch._dynamo.config.error_on_recompile = False
+    return [*losses, validation]
+
+
+def check_graphs() -> None:
+    assert counters["stats"]["unique_graphs"] == 2 * GRAPHS_PER_MODE
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("norm", sorted(METHODS))
+def test_fifty_steps_equal_eager_without_recompiling(norm: str) -> None:
+    eager = train(narrow(norm={"method": norm}), steps=50)
+    compiled = train(compile_model(narrow(norm={"method": norm})), steps=50)
+    check_graphs()
+    assert eager[0] > eager[-1] or eager[0] != eager[-1]
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "bhyt"])
+def test_per_layer_dropout_rates_share_one_graph(norm: str) -> None:
+    options = {"residual_dropout": 0.2, "residual_dropout_schedule": "linear"}
+    train(compile_model(narrow(norm={"method": norm}, **options)), steps=3)
+    check_graphs()
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "bhyt"])
+def test_bf16_autocast(norm: str) -> None:
+    eager = train(narrow(norm={"method": norm}), steps=5, autocast=True)
+    compiled = train(compile_model(narrow(norm={"method": norm})), steps=5, autocast=True)
+    check_graphs()
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=0, atol=2e-2)
+
+
+def test_names_stay_as_they_are() -> None:
+    assert narrow().state_dict().keys() == compile_model(narrow()).state_dict().keys()

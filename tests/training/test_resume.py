@@ -1,0 +1,110 @@
+"""A resumed run is the uninterrupted one: bit for bit on the same kernels, closely on others."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmstack.checkpoint import MetricsFile, read_checkpoint
+from llmstack.model.norms.bhyt import PUBLISHED_TRAIN_LENGTH
+from tests.training.conftest import Fit
+
+DROPOUT = (
+    *("--model.config.residual_dropout", "0.2", "--model.config.residual_dropout_schedule", "linear"),
+    *("--model.config.embedding_dropout", "0.1"),
+)
+TEN_STEPS = ("--trainer.max_steps", "10", "--run.checkpoint_every", "5", "--trainer.accumulate_grad_batches", "2")
+EXACT = ("step", "tokens_seen", "loss", "learning_rate", "grad_norm", "val_loss", "val_perplexity", "val_tokens")
+
+
+def stop_at_five(whole: Path, part: Path) -> None:
+    """Make of a finished run of ten steps what a kill after step 5's checkpoint leaves: later rows are there already."""
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints" / "step-00000010")
+    (part / "run.json").unlink()
+
+
+def rows(run: Path, columns: tuple[str, ...] = EXACT) -> list[list[float | None]]:
+    return [[row[column] for column in columns] for row in MetricsFile(run / "metrics.csv").read()]
+
+
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = read_checkpoint(run / "checkpoints" / f"step-{step:08d}")
+    return {**checkpoint.weights(), **checkpoint.optimizer()}
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_five_and_five_steps_are_ten_bit_for_bit(fit: Fit, tmp_path: Path, compile: bool) -> None:
+    """Weights, statistics, optimiser state, losses, norms and tokens, with residual and embedding dropout on."""
+    assert fit("whole", *TEN_STEPS, *DROPOUT, compile=compile) == 0
+    stop_at_five(tmp_path / "whole", tmp_path / "parts")
+    assert fit("parts", *TEN_STEPS, *DROPOUT, compile=compile) == 0
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    whole, parts = tensors(tmp_path / "whole", 10), tensors(tmp_path / "parts", 10)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert [row[0] for row in rows(tmp_path / "parts")] == list(range(1, 11))
+
+
+def test_compiled_to_eager_restores_bit_equal_and_goes_on_alike(fit: Fit, tmp_path: Path) -> None:
+    """`model.compile` is part of the configuration, so the eager continuation is a run folder made to say so."""
+    assert fit("compiled", *TEN_STEPS, compile=True) == 0
+    stop_at_five(tmp_path / "compiled", tmp_path / "eager")
+    config = tmp_path / "eager" / "config.yaml"
+    config.write_text(config.read_text().replace("compile: true", "compile: false"))
+    before = tensors(tmp_path / "eager", 5)
+    assert fit("eager", *TEN_STEPS, compile=False) == 0
+    again = tensors(tmp_path / "eager", 5)
+    assert all(torch.equal(before[name], again[name]) for name in before)
+    for eager, compiled in zip(rows(tmp_path / "eager"), rows(tmp_path / "compiled"), strict=True):
+        assert eager[2] == pytest.approx(compiled[2], abs=1e-5)
+
+
+def test_the_rest_of_a_run_depends_on_the_restored_state(fit: Fit, tmp_path: Path) -> None:
+    """The comparison above would notice: a run resumed from other weights does not end with the same losses."""
+    assert fit("whole", *TEN_STEPS) == 0
+    assert fit("other", *TEN_STEPS, "--seed_everything", "1") == 0
+    assert rows(tmp_path / "whole")[-1][2] != rows(tmp_path / "other")[-1][2]
+
+
+def test_a_finished_run_says_so_and_is_left_alone(fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("run", "--trainer.max_steps", "2") == 0
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    capsys.readouterr()
+    assert fit("run", "--trainer.max_steps", "2") == 0
+    assert "finished" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()} == before
+
+
+def test_another_configuration_is_refused(fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("run", "--trainer.max_steps", "2") == 0
+    assert fit("run", "--trainer.max_steps", "2", "--model.optimizer.lr", "0.5") == 2
+    assert "model.optimizer.lr" in capsys.readouterr().err
+
+
+def test_a_broken_newest_checkpoint_gives_way_to_the_one_before(
+    fit: Fit, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert fit("whole", *TEN_STEPS) == 0
+    run = tmp_path / "parts"
+    shutil.copytree(tmp_path / "whole", run)
+    (run / "run.json").unlink()
+    broken = run / "checkpoints" / "step-00000010" / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    assert fit("parts", *TEN_STEPS) == 0
+    assert "step-00000010" in caplog.text
+    assert rows(run) == rows(tmp_path / "whole")
+
+
+def test_c_attn_is_that_of_the_saved_weights_and_the_block_length(fit: Fit, tmp_path: Path) -> None:
+    """At 10 steps it is refreshed after each; 32-token blocks make T = 32, not the published 1024."""
+    assert fit("run", *TEN_STEPS) == 0
+    weights = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000010").weights()
+    for layer in range(2):
+        value = weights[f"layers.{layer}.attention.v_proj.weight"]
+        output = weights[f"layers.{layer}.attention.o_proj.weight"]
+        expanded = value.view(2, 16, 64).repeat_interleave(2, dim=0).reshape(64, 64)  # 4 heads, 2 kv heads of 16
+        expected = (output @ expanded).pow(2).sum() / (32 * 64)
+        assert weights[f"layers.{layer}.attention_norm.c_attn"] == pytest.approx(float(expected), rel=1e-5)
+        assert int(weights[f"layers.{layer}.attention_norm.train_length"]) == 32 != PUBLISHED_TRAIN_LENGTH

@@ -1,0 +1,83 @@
+"""What a run computes: losses, norms and validation against plain formulas."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmstack.checkpoint import MetricsFile, load_model
+from llmstack.data import EMBEDDED, PackedBlocks, SampleOrder, prepare_source
+from llmstack.data.embedded import embedded_tokenizer
+from llmstack.tokenizer import BosEosPolicy
+from tests.training.conftest import Fit
+
+
+def read(run: Path) -> list[dict[str, float]]:
+    return MetricsFile(run / "metrics.csv").read()
+
+
+def test_accumulation_changes_nothing_but_rounding(fit: Fit, tmp_path: Path) -> None:
+    """8 samples at once or 2 at a time: the same losses, gradient norms before clipping, and tokens."""
+    steps = ("--trainer.max_steps", "4", "--trainer.gradient_clip_val", "0.1")
+    assert fit("one", *steps, "--data.micro_batch_size", "8") == 0
+    assert fit("four", *steps, "--data.micro_batch_size", "2", "--trainer.accumulate_grad_batches", "4") == 0
+    for one, four in zip(read(tmp_path / "one"), read(tmp_path / "four"), strict=True):
+        assert four["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert four["grad_norm"] > 0.1
+        assert four["tokens_seen"] == one["tokens_seen"] == 8 * 32 * one["step"]
+
+
+def test_the_generated_tasks_count_their_valid_tokens(fit: Fit, tmp_path: Path) -> None:
+    """Labels differ in number between micro-batches; the loss of a step is still the mean over all of its tokens."""
+    arguments = ("-c", "data/sort.yaml", "--trainer.max_steps", "3", "--model.config.vocab_size", "64")
+    assert fit("one", *arguments, "--data.micro_batch_size", "8") == 0
+    assert fit("four", *arguments, "--data.micro_batch_size", "2", "--trainer.accumulate_grad_batches", "4") == 0
+    for one, four in zip(read(tmp_path / "one"), read(tmp_path / "four"), strict=True):
+        assert four["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert four["tokens_seen"] == one["tokens_seen"] < 8 * 34 * one["step"]
+
+
+def test_first_loss_and_validation_are_the_plain_formula(fit: Fit, tmp_path: Path) -> None:
+    """Cross-entropy of full logits over the very samples the order names, and over all held-out tokens but the first."""
+    arguments = ("--trainer.max_steps", "1", "--model.optimizer.lr", "1e-12", "--run.validate_every", "1")
+    assert fit("run", *arguments) == 0
+    row = read(tmp_path / "run")[0]
+    model = load_model(tmp_path / "run")
+    tokenizer = embedded_tokenizer(512)
+    data = prepare_source(EMBEDDED, tokenizer, BosEosPolicy.default(tokenizer))
+
+    def loss(blocks: PackedBlocks, indices: list[int]) -> tuple[float, int]:
+        samples = [blocks[index] for index in indices]
+        with torch.no_grad():
+            logits = model(torch.stack([sample["input_ids"] for sample in samples]))
+        labels = torch.stack([sample["labels"] for sample in samples])
+        total = F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=-100, reduction="sum")
+        return float(total), int((labels != -100).sum())
+
+    train = PackedBlocks(data, "train", 32)
+    total, count = loss(train, [int(SampleOrder(len(train), 0)(torch.tensor([i]).numpy())[0]) for i in range(4)])
+    assert row["loss"] == pytest.approx(total / count, abs=1e-5)
+    heldout = PackedBlocks(data, "heldout", 32, keep_last=True)
+    parts = [loss(heldout, [index]) for index in range(len(heldout))]
+    assert row["val_tokens"] == sum(count for _, count in parts) == data["heldout"].num_tokens - 1
+    assert row["val_loss"] == pytest.approx(sum(total for total, _ in parts) / row["val_tokens"], abs=1e-5)
+
+
+def test_bf16_trains_like_fp32_over_fp32_weights(fit: Fit, tmp_path: Path) -> None:
+    steps = ("--trainer.max_steps", "8")
+    assert fit("fp32", *steps) == 0
+    assert fit("bf16", *steps, "--trainer.precision", "bf16-mixed") == 0
+    for full, low in zip(read(tmp_path / "fp32"), read(tmp_path / "bf16"), strict=True):
+        assert low["loss"] == pytest.approx(full["loss"], rel=0.01)
+        assert low["loss"] != full["loss"]
+    assert {parameter.dtype for parameter in load_model(tmp_path / "bf16").parameters()} == {torch.float32}
+
+
+def test_training_goes_on_from_the_weights_of_another_run(fit: Fit, tmp_path: Path) -> None:
+    assert fit("first", "--trainer.max_steps", "5", "--run.validate_every", "5") == 0
+    assert fit("second", "--trainer.max_steps", "1", "--model.init_from", str(tmp_path / "first")) == 0
+    first = load_model(tmp_path / "first")
+    assert read(tmp_path / "second")[0]["loss"] < read(tmp_path / "first")[0]["loss"]
+    assert set(first.state_dict()) == set(load_model(tmp_path / "second").state_dict())
