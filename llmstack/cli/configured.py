@@ -129,6 +129,7 @@ def quiet_libraries() -> None:
         r".*was configured so validation will run.*",
         r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
         r".*GPU available but not used.*",
+        r".*args parameter is intended to run from within Python.*",
     ):
         warnings.filterwarnings("ignore", pattern)
 

@@ -22,9 +22,12 @@ def main(arguments: Sequence[str]) -> int:
     config = cli.config_init["run"]
     check(cli.trainer, cli.model, cli.datamodule)
     run = RunFolder.open(config.dir or f"runs/{'-'.join(names) or 'default'}", configuration(cli))
-    if run.status == "finished":
-        print(f"{run.path} is finished: nothing to do (another --run.dir starts another run)", file=sys.stderr)
-        return 0
-    train(cli.trainer, cli.model, cli.datamodule, run, config)
-    print(f"finished: {run.path}", file=sys.stderr)
+    try:
+        if run.status == "finished":
+            print(f"{run.path} is finished: nothing to do (another --run.dir starts another run)", file=sys.stderr)
+        else:
+            train(cli.trainer, cli.model, cli.datamodule, run, config)
+            print(f"finished: {run.path}", file=sys.stderr)
+    finally:
+        run.close()
     return 0

@@ -46,7 +46,6 @@ def test_causal(small: Build, norm: str, positions: str) -> None:
     changed[:, 7:] = (changed[:, 7:] + 1) % 67
     before, after = model(ids), model(changed)
     assert torch.equal(before[:, :7], after[:, :7])
-    assert (before[:, 7:] - after[:, 7:]).abs().amin(dim=(0, 2)).shape == (5,)
     assert ((before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)) > 1e-2).all()
     earlier = ids.clone()
     earlier[:, 0] = (earlier[:, 0] + 1) % 67

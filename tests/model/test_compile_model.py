@@ -1,5 +1,6 @@
 """torch.compile: one block graph and one head graph per mode at 16 layers, and the same training as eager."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +13,13 @@ from llmstack.model import head as head_module
 from llmstack.model.compile import compile_model
 from llmstack.model.norms import METHODS
 
-LAYERS, BATCH, LENGTH, VOCAB = 16, 2, 12, 61
+LAYERS, BATCH, LENGTH, VOCAB = 16, 2, 11, 61
 GRAPHS_PER_MODE = 2  # one of the block, one of the head
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing compiled before; 24 tokens in chunks of 8, 8 and 8 (not one per graph)."""
+    """Nothing compiled before; 22 tokens, which the head takes in chunks of 8, 8 and 6."""
     monkeypatch.setattr(head_module, "_CHUNK_BYTES", {"cpu": 4 * VOCAB * 9})
     torch._dynamo.reset()
     counters.clear()
@@ -45,15 +46,14 @@ def narrow(**options: object) -> Llama:
 def train(model: Llama, steps: int, autocast: bool = False) -> list[float]:
     """Loss of each training step, with a validation pass after the first and the last; the latter's loss at the end."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     losses = []
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model.lm_head(model.hidden_states(ids[:, :-1]), ids[:, 1:], BATCH * LENGTH)
+
     for step in range(steps):
-        ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
-
-        def loss(ids: torch.Tensor = ids) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return model.lm_head(model.hidden_states(ids[:, :-1]), ids[:, 1:], BATCH * LENGTH)
-
         value = loss()
         value.backward()
         optimiser.step()
@@ -76,26 +76,38 @@ def check_graphs() -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("norm", sorted(METHODS))
+FIFTY_STEPS = [norm if norm == "bhyt" else pytest.param(norm, marks=pytest.mark.full) for norm in sorted(METHODS)]
+
+
+@pytest.mark.parametrize("norm", FIFTY_STEPS)  # about 40 s of C++ compilation each
 def test_fifty_steps_equal_eager_without_recompiling(norm: str) -> None:
     eager = train(narrow(norm={"method": norm}), steps=50)
     compiled = train(compile_model(narrow(norm={"method": norm})), steps=50)
     check_graphs()
-    assert eager[0] > eager[-1] or eager[0] != eager[-1]
+    assert eager[-1] < eager[0] - 0.2
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "bhyt"])
-def test_per_layer_dropout_rates_share_one_graph(norm: str) -> None:
-    options = {"residual_dropout": 0.2, "residual_dropout_schedule": "linear"}
-    train(compile_model(narrow(norm={"method": norm}, **options)), steps=3)
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs as they are traced, run without generating code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(("dropout", "autocast"), [(0.0, True), (0.2, False)])
+@pytest.mark.parametrize("norm", sorted(METHODS))
+def test_one_graph_per_mode(norm: str, dropout: float, autocast: bool) -> None:
+    """With bf16 autocast and with a dropout rate of its own in every block, too."""
+    options = {"residual_dropout": dropout, "residual_dropout_schedule": "linear"}
+    train(compile_model(narrow(norm={"method": norm}, **options)), steps=3, autocast=autocast)
     check_graphs()
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "bhyt"])
-def test_bf16_autocast(norm: str) -> None:
-    eager = train(narrow(norm={"method": norm}), steps=5, autocast=True)
-    compiled = train(compile_model(narrow(norm={"method": norm})), steps=5, autocast=True)
+@pytest.mark.full
+def test_bf16_autocast_trains_like_eager() -> None:
+    eager = train(narrow(norm={"method": "bhyt"}), steps=5, autocast=True)
+    compiled = train(compile_model(narrow(norm={"method": "bhyt"})), steps=5, autocast=True)
     check_graphs()
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=0, atol=2e-2)
 

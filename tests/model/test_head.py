@@ -42,9 +42,7 @@ def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("chunked")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_loss_and_gradients_equal_the_plain_formula(
-    dtype: torch.dtype, tolerance: float, bias: bool
-) -> None:
+def test_loss_and_gradients_equal_the_plain_formula(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
     head, hidden, labels = case(dtype, bias)
     leaves = [hidden, *head.parameters()]
     expected = plain(head, hidden, labels, 29.0)

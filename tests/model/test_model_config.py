@@ -100,7 +100,7 @@ def test_unknown_option_is_named_with_its_source() -> None:
 
 
 def test_presets() -> None:
-    with pytest.raises(UserError, match="7b.*1b, 30m, 374m, 3b, tiny"):
+    with pytest.raises(UserError, match=r"7b.*1b, 30m, 374m, 3b, tiny"):
         ModelConfig.preset("7b")
     large = ModelConfig.preset("3b", norm={"method": "bhyt"})
     assert large.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)

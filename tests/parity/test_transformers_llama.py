@@ -156,8 +156,8 @@ def test_rmsnorm_is_bit_equal_in_bf16(scale: float) -> None:
     with torch.no_grad():
         ours.weight.normal_(1.0, 0.3)
         theirs.weight.copy_(ours.weight)
-    inputs = [((torch.rand(64, 256) * 2 - 1) * scale).bfloat16().requires_grad_() for _ in range(1)]
-    x, y = inputs[0], inputs[0].detach().clone().requires_grad_()
+    x = ((torch.rand(64, 256) * 2 - 1) * scale).bfloat16().requires_grad_()
+    y = x.detach().clone().requires_grad_()
     ours_out, theirs_out = ours(x), theirs(y)
     assert torch.equal(ours_out, theirs_out)
     upstream = torch.randn_like(ours_out)

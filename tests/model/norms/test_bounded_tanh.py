@@ -95,9 +95,7 @@ def test_mu_term_is_the_papers_form() -> None:
     u, carry = first(x)
     expected = first.weight * torch.tanh(2.0 * x / (10 * (variance + EPS).sqrt() + mean.abs()))
     torch.testing.assert_close(u, expected)
-    torch.testing.assert_close(
-        star(mu_term=True)(x), torch.tanh(x / (10 * (variance + EPS).sqrt() + mean.abs()))
-    )
+    torch.testing.assert_close(star(mu_term=True)(x), torch.tanh(x / (10 * (variance + EPS).sqrt() + mean.abs())))
     spread = (variance + 3.0 * 0.04 + EPS).sqrt()
     expected = second.weight * torch.tanh(5.0 * grown / (10 * spread + mean.abs()))
     torch.testing.assert_close(second(grown, carry), expected)
