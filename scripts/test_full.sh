@@ -4,4 +4,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
 cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-exec "$PYTHON" -m pytest "$@"
+export OMP_NUM_THREADS=1
+exec "$PYTHON" -m pytest -n 2 "$@"

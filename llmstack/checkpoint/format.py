@@ -25,8 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TextIO
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import SafetensorError, TensorSpec, serialize_file
 from torch import Tensor
 
 from llmstack.checkpoint.files import failing_in_one_line, sync_file, sync_folder
@@ -207,8 +206,18 @@ def sha256_of(path: Path) -> str:
 def _write_tensors(folder: Path, role: Role, tensors: dict[str, Tensor]) -> CheckpointFile:
     path = folder / f"{role}.safetensors"
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # The library's own save_file for torch needs numpy, which a machine with torch alone has not.
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.numel() * tensor.element_size(),
+        )
+        for name, tensor in plain.items()
+    }
     try:
-        save_file(plain, path, metadata={"format": "pt"})
+        serialize_file(specs, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
     # The library makes files that only their owner may read; let the user's umask decide, as everywhere.

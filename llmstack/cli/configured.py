@@ -82,7 +82,7 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
             )
     except UserError:
         raise
-    except (jsonargparse.ArgumentError, MisconfigurationException, ValueError, TypeError) as error:
+    except (jsonargparse.ArgumentError, MisconfigurationException, ModuleNotFoundError, ValueError, TypeError) as error:
         raise UserError(_one_line(error)) from error
     return cli, names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from llmstack.checkpoint import Checkpoint, load_model
+from llmstack.checkpoint import Checkpoint, resolve
+from llmstack.checkpoint.tensors import TensorFiles, require_tensors
 from llmstack.errors import UserError
 from llmstack.model import Llama, ModelConfig
 from llmstack.model.compile import compile_model
@@ -47,6 +47,7 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.config, self.optimizer_config = config, optimizer
         self.init_from, self.compile_blocks, self.seed = init_from, compile, seed
+        self.initial_weights: TensorFiles | None = None
         self.resume_from: Checkpoint | None = None
         self.model: Llama | None = None
         self.gradient_norm = torch.zeros(())
@@ -67,10 +68,9 @@ class LanguageModel(L.LightningModule):
         self.config = fit_to_data(self.config, self.trainer.datamodule)  # type: ignore[attr-defined]
         torch.manual_seed(random_seed(self.seed, 0, 0, 0))
         self.model = Llama(self.config)
-        if self.resume_from is not None:
-            _load_weights(self.model, self.resume_from.weights(), str(self.resume_from.path))
-        elif self.init_from is not None:
-            _load_weights(self.model, load_model(self.init_from).state_dict(), self.init_from)
+        weights = self.resume_from.weights() if self.resume_from is not None else self.initial_weights
+        if weights is not None:
+            _copy_weights(weights, self.model)
         if self.compile_blocks:
             compile_model(self.model)
 
@@ -153,18 +153,21 @@ def fit_to_data(config: ModelConfig, data: LanguageData) -> ModelConfig:
     return config
 
 
-def _load_weights(model: Llama, weights: Mapping[str, Tensor], where: str) -> None:
-    """Copy ``weights`` into the model, by name and one at a time.
+def open_initial_weights(ckpt: str, config: ModelConfig) -> TensorFiles:
+    """The weights of ``ckpt`` for a model of ``config``, unread.
 
     Raises:
-        UserError: a tensor is missing, left over or of another shape; the first one is named.
+        UserError: no such checkpoint, or a tensor is missing, left over or of another shape.
     """
-    own = model.state_dict()
-    for name in sorted(own.keys() | weights.keys()):
-        if name not in weights or name not in own or own[name].shape != weights[name].shape:
-            found = tuple(weights[name].shape) if name in weights else "missing"
-            wanted = tuple(own[name].shape) if name in own else "no such tensor"
-            raise UserError(f"weights in {where} do not fit the model: {name} is {found} there, {wanted} here")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+    source = resolve(ckpt)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in Llama(config).state_dict().items()}
+    require_tensors(expected, source.weights.shapes(), source.path)
+    return source.weights
+
+
+@torch.no_grad()
+def _copy_weights(weights: TensorFiles, model: Llama) -> None:
+    """One tensor at a time, so that the weights are not held twice."""
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(weights[name])

@@ -12,20 +12,22 @@ from llmstack.errors import UserError
 from llmstack.tokenizer import load_tokenizer
 from llmstack.training.callbacks import Checkpointing, Metrics, NormLife, ProgressDisplay
 from llmstack.training.datamodule import LanguageData
-from llmstack.training.module import LanguageModel, fit_to_data
+from llmstack.training.module import LanguageModel, fit_to_data, open_initial_weights
 from llmstack.training.rhythm import RunConfig
 
 
 def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None:
-    """Everything that can be wrong before a run folder exists. Prepares the data.
+    """Prepare the data and find whatever can be wrong, before a run folder exists.
 
     Raises:
-        UserError: no number of steps, bad data, or a model that does not fit the data.
+        UserError: no number of steps, bad data, or a model that fits neither the data nor its initial weights.
     """
     if trainer.max_steps < 1:
         raise UserError("trainer.max_steps is not set: give --trainer.max_steps the number of optimiser steps")
     data.setup("fit")
     module.config = fit_to_data(module.config, data)
+    if module.init_from is not None:
+        module.initial_weights = open_initial_weights(module.init_from, module.config)
 
 
 def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: RunFolder, config: RunConfig) -> None:

@@ -19,7 +19,7 @@ EXACT = ("step", "tokens_seen", "loss", "learning_rate", "grad_norm", "val_loss"
 
 
 def stop_at_five(whole: Path, part: Path) -> None:
-    """Make of a finished run of ten steps what a kill after step 5's checkpoint leaves: later rows are there already."""
+    """What a kill after the checkpoint of step 5 leaves of a run of ten steps: later rows are there already."""
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints" / "step-00000010")
     (part / "run.json").unlink()

@@ -1,0 +1,103 @@
+"""A run that is killed without warning ends like the one that was not."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmstack.checkpoint import MetricsFile
+from tests.e2e.conftest import SMALL, Command, environment
+
+KILLS = 3
+
+
+def arguments(run: Path, steps: int) -> list[str]:
+    rhythm = ["--run.checkpoint_every", "25", "--run.validate_every", "60"]
+    slow_enough_to_aim = ["--data.micro_batch_size", "16"]
+    return ["fit", *SMALL, *rhythm, *slow_enough_to_aim, "--trainer.max_steps", str(steps), "--run.dir", str(run)]
+
+
+def rows_of(run: Path) -> list[dict[str, float]]:
+    path = run / "metrics.csv"
+    return MetricsFile(path).read() if path.is_file() and path.stat().st_size else []
+
+
+def kill_at(step: int, run: Path, steps: int) -> None:
+    """Start the run and SIGKILL it once it has logged ``step``, which lies past all that earlier starts logged."""
+    command = [sys.executable, "-m", "llmstack", *arguments(run, steps)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment())
+    deadline = time.monotonic() + 240
+    try:
+        while not (rows := rows_of(run)) or rows[-1]["step"] < step:
+            assert time.monotonic() < deadline, "the run did not reach the step in time"
+            assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_three_kills_change_nothing(llmstack: Command, tmp_path: Path) -> None:
+    """Killed at three random steps: the same losses to the last bit, each step once, validations too."""
+    steps = 150
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finished = llmstack(*arguments(whole, steps))
+    assert finished.returncode == 0, finished.stderr
+    moments = sorted(random.sample(range(5, 130), KILLS))
+    for moment in moments:
+        kill_at(moment, killed, steps)
+        last = rows_of(killed)[-1]["step"]
+        saved = sorted(int(path.name[5:]) for path in (killed / "checkpoints").glob("step-*")) or [0]
+        assert last - saved[-1] <= 26, (moments, last, saved)  # a step more may have been logged before the save
+    finished = llmstack(*arguments(killed, steps))
+    assert finished.returncode == 0, (moments, finished.stderr)
+    columns = ("step", "tokens_seen", "loss", "learning_rate", "grad_norm", "val_loss", "val_tokens")
+    table = [[[row[name] for name in columns] for row in rows_of(run)] for run in (whole, killed)]
+    assert table[0] == table[1], moments
+    assert [row[0] for row in table[1]] == list(range(1, steps + 1))
+
+
+def test_two_at_once_on_one_folder(tmp_path: Path, llmstack: Command) -> None:
+    """The second is refused at once, by name of the process; the first goes on."""
+    run = tmp_path / "run"
+    first = subprocess.Popen(
+        [sys.executable, "-m", "llmstack", *arguments(run, 400)], stderr=subprocess.DEVNULL, env=environment()
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not rows_of(run):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        second = llmstack(*arguments(run, 400))
+        assert second.returncode == 2
+        assert str(first.pid) in second.stderr
+        assert len(second.stderr.strip().splitlines()) == 1
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+
+
+@pytest.mark.parametrize("kept", ["whole", "cut"])
+def test_everything_works_on_a_finished_run(llmstack: Command, tmp_path: Path, kept: str) -> None:
+    """validate, inspect, generate and perplexity read what fit wrote, also when the newest checkpoint is broken."""
+    run = tmp_path / "run"
+    assert llmstack(*arguments(run, 50)).returncode == 0
+    if kept == "cut":
+        newest = run / "checkpoints" / "step-00000050" / "model.safetensors"
+        newest.write_bytes(newest.read_bytes()[:1000])
+    validated = llmstack("validate", "-c", str(run / "config.yaml"), "--ckpt_path", str(run))
+    assert validated.returncode == 0, validated.stderr
+    assert ("step-00000050" in validated.stderr) == (kept == "cut")
+    generated = llmstack("generate", str(run), "--prompt", "The", "--max-new-tokens", "5")
+    assert generated.returncode == 0, generated.stderr
+    (tmp_path / "text.txt").write_text("A short text to be measured, twice over.\n" * 3)
+    measured = llmstack("perplexity", str(run), "--dataset", str(tmp_path / "text.txt"))
+    assert measured.returncode == 0, measured.stderr
+    inspected = llmstack("inspect", str(run))
+    assert inspected.returncode == 0, inspected.stderr
+    assert "bhyt" in inspected.stdout.lower()

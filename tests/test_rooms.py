@@ -1,0 +1,76 @@
+"""Which room may load what: the light ones run on a bare GPU machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = (
+    "lightning",
+    "pytorch_lightning",
+    "deepspeed",
+    "datasets",
+    "transformers",
+    "lm_eval",
+    "torchmetrics",
+    "pyarrow",
+)
+ONLY_TORCH = (
+    *HEAVY,
+    "pyarrow",
+    "numpy",
+    "tokenizers",
+    "sentencepiece",
+    "tiktoken",
+    "jsonargparse",
+    "rich",
+    "tensorboard",
+)
+
+BARE = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {refused}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import torch
+from llmstack.checkpoint import load_model, write_checkpoint
+from llmstack.inference import Generator, Sampling
+from llmstack.model import Llama, ModelConfig
+from llmstack.training.step import micro_batch_loss
+
+config = ModelConfig.preset("tiny", vocab_size=64, norm={{"method": "bhyt"}})
+model = Llama(config)
+ids = torch.arange(16).view(2, 8)
+micro_batch_loss(model, {{"input_ids": ids, "labels": ids, "valid_tokens": 16}}).backward()
+path = sys.argv[1] + "/step-00000001"
+write_checkpoint(path, step=1, config=config.to_dict(), weights=model.state_dict())
+loaded = load_model(path)
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters()))
+print(list(Generator(loaded, max_length=16).stream([1, 2], 4, Sampling())))
+"""
+
+
+@pytest.mark.parametrize("room", ["model", "checkpoint", "inference", "training.step", "training.optim", "accounting"])
+def test_light_rooms_load_nothing_heavy(room: str) -> None:
+    code = f"import sys, llmstack.{room}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not set(loaded) & set(HEAVY)
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys; from llmstack.cli.main import build_parser; build_parser(); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" not in loaded
+
+
+def test_they_work_with_torch_safetensors_and_pyyaml_alone(tmp_path: Path) -> None:
+    """Every other package refuses to be imported: build, train a step, save, load, generate."""
+    code = BARE.format(refused=set(ONLY_TORCH))
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(eval(done.stdout)) == 4
