@@ -255,7 +255,7 @@ def signalling_itself(sent: signal.Signals, moment: int) -> list[int]:
 
         return call
 
-    checkpoint_format.save_file = around(checkpoint_format.save_file)
+    checkpoint_format.serialize_file = around(checkpoint_format.serialize_file)
     for module, name in ((os, "fsync"), (os, "rename"), (shutil, "copyfile"), (shutil, "rmtree")):
         setattr(module, name, around(getattr(module, name)))
     return calls

@@ -40,7 +40,7 @@ def test_the_generated_tasks_count_their_valid_tokens(fit: Fit, tmp_path: Path) 
 
 
 def test_first_loss_and_validation_are_the_plain_formula(fit: Fit, tmp_path: Path) -> None:
-    """Cross-entropy of full logits over the samples that the order names, and over all held-out tokens but the first."""
+    """Cross-entropy of full logits over the samples the order names, and over all held-out tokens but the first."""
     arguments = ("--trainer.max_steps", "1", "--model.optimizer.lr", "1e-12", "--run.validate_every", "1")
     assert fit("run", *arguments) == 0
     row = read(tmp_path / "run")[0]
