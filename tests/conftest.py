@@ -1,9 +1,14 @@
 """Fixtures shared by all tests."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
+
+# Prepared data goes to a cache of the test run's own (each worker's, under pytest-xdist), not to the user's.
+_cache = tempfile.TemporaryDirectory(prefix="llmstack-tests-")
+os.environ["LLMSTACK_CACHE"] = _cache.name
 
 SHARED = Path(os.environ.get("LLMSTACK_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 

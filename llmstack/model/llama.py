@@ -149,20 +149,9 @@ class Llama(nn.Module):
         """The decoder blocks in order (``layers``, typed)."""
         return [cast(Block, block) for block in self.layers]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """``input_ids`` [batch, seq] -> logits [batch, seq, vocab]; the other arguments as in ``hidden_states``."""
-        hidden = self.hidden_states(
-            input_ids, positions=positions, padding_mask=padding_mask, document_ids=document_ids, cache=cache
-        )
-        return self.lm_head(hidden)
+    def forward(self, input_ids: Tensor, **context: Any) -> Tensor:
+        """``input_ids`` [batch, seq] -> logits [batch, seq, vocab]; ``context`` as in :meth:`hidden_states`."""
+        return self.lm_head(self.hidden_states(input_ids, **context))
 
     def hidden_states(
         self,
