@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 RUN=${QUICKSTART_DIR:-$ROOT/runs/quickstart}
 llmstack() { "$PYTHON" -m llmstack "$@"; }
 
-echo "== pretraining a small BHyT model on the Python language reference"
+echo "== pretraining a small BHyT model on the Python language reference (about three minutes on two quiet cores)"
 llmstack fit -c "$ROOT/configs/quickstart.yaml" --run.dir "$RUN"
 
 echo "== held-out text, beside n-gram models of the same tokens"
@@ -23,7 +23,7 @@ for name, loss, perplexity, bits in rows:
     print(f"{name:12} {loss:8.4f} {perplexity:11.2f} {bits:10.4f}")
 PY
 
-echo "== a sample"
+echo "== a sample, continuing \"The following\""
 llmstack generate "$RUN" --prompt "The following" --max-new-tokens 60 --temperature 0.8 --top-p 0.95 --seed 1
 cat <<EOT
 

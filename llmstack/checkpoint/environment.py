@@ -86,7 +86,8 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    if _git("rev-parse", "--is-inside-work-tree") is None:
+    """Of the checkout that this code runs from; none if it was installed."""
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     commit = _git("rev-parse", "--verify", "--quiet", "HEAD")
     diff = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD") if commit else None
@@ -97,8 +98,9 @@ def _git_state() -> dict[str, Any] | None:
 
 def _git(*arguments: str) -> str | None:
     """Its output; none if git is absent, refuses or takes too long."""
+    here = Path(__file__).parent
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, timeout=_GIT_SECONDS, check=True)
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, timeout=_GIT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "replace")

@@ -78,7 +78,12 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
                 trainer_defaults=TRAINER_DEFAULTS,
                 auto_configure_optimizers=False,
                 load_from_checkpoint_support=False,
-                parser_kwargs={"prog": f"llmstack {command}", "exit_on_error": False},
+                parser_kwargs={
+                    "prog": f"llmstack {command}",
+                    "description": "Options may stand in YAML files (-c, composed left to right) or here. The norm "
+                    "methods' options are listed in configs/norm.",
+                    "exit_on_error": False,
+                },
             )
     except UserError:
         raise
@@ -89,10 +94,19 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
 
 def configuration(cli: Any) -> dict[str, Any]:
     """The complete configuration as plain values, without where the run lies: what makes two runs the same."""
-    values = yaml.safe_load(cli.parser.dump(cli.config))
+    values = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))
+    for section, option in (("data", "files"), ("data", "tokenizer"), ("model", "init_from")):
+        values[section][option] = _absolute(values[section][option])
     values.pop("config", None)
     values["run"].pop("dir", None)
     return values
+
+
+def _absolute(path: str | list[str] | None) -> str | list[str] | None:
+    """The saved configuration means the same files from any folder."""
+    if isinstance(path, list):
+        return [str(Path(one).expanduser().absolute()) for one in path]
+    return path and str(Path(path).expanduser().absolute())
 
 
 def _resolve_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from llmstack import __version__
 from llmstack.cli import fit, generate, inspect, perplexity, tokenizer, validate
-from llmstack.errors import UserError
+from llmstack.errors import Stopped, UserError
 
 CONFIGURED = {"fit": fit, "validate": validate}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Returns:
-        0 on success, 2 on a wrong argument or input. Any other failure is an exception: a traceback and status 1.
+        0 on success, 2 on a wrong argument or input, 128 + its number after a signal. Any other failure is an
+        exception: a traceback and status 1.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"llmstack: {error}", file=sys.stderr)
         return 2
+    except Stopped as stop:
+        print(f"llmstack: {stop}", file=sys.stderr)
+        return stop.status
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not an error, and nothing more to say to it.
         sys.stderr.close()

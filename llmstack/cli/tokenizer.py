@@ -31,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
         help="train a byte-level BPE on text files",
         description="Train a byte-level BPE with <|bos|> and <|eos|>. The output folder is a tokenizer for every "
         f"command that takes one; {REPORT_FILE} in it says what it was trained on.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     train.add_argument(
         "--files",

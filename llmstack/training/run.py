@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from llmstack.checkpoint import RunFolder, load_model, record_environment, resolve
-from llmstack.errors import UserError
+from llmstack.errors import Stopped, UserError
 from llmstack.tokenizer import load_tokenizer
-from llmstack.training.callbacks import Checkpointing, Metrics, NormLife, ProgressDisplay
+from llmstack.training.callbacks import Checkpointing, Metrics, NormLife, ProgressDisplay, StopOnSignal
 from llmstack.training.datamodule import LanguageData
 from llmstack.training.module import LanguageModel, fit_to_data, open_initial_weights
 from llmstack.training.rhythm import RunConfig
@@ -24,6 +25,14 @@ def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None
     """
     if trainer.max_steps < 1:
         raise UserError("trainer.max_steps is not set: give --trainer.max_steps the number of optimiser steps")
+    if trainer.world_size > 1:
+        raise UserError(
+            f"trainer asks for {trainer.world_size} processes, but a run has one device: set --trainer.devices 1"
+        )
+    if trainer.max_epochs != -1 or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise UserError(
+            "runs are counted in steps: set trainer.max_steps, not max_epochs, overfit_batches or fast_dev_run"
+        )
     data.setup("fit")
     module.config = fit_to_data(module.config, data)
     if module.init_from is not None:
@@ -31,9 +40,15 @@ def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None
 
 
 def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: RunFolder, config: RunConfig) -> None:
-    """Train in ``run`` from its newest good checkpoint, or from the start, to the end, and validate there."""
+    """Train in ``run`` from its newest good checkpoint, or from the start, to the end, and validate there.
+
+    Raises:
+        Stopped: a signal asked for it; the run is saved.
+    """
     module.resume_from = run.newest_checkpoint()
     resumed_step = module.resume_from.step if module.resume_from else 0
+    if resumed_step:
+        print(f"resuming {run.path} from step {resumed_step} of {trainer.max_steps}", file=sys.stderr)
     run.cut_metrics(resumed_step)
     record_environment(run.environment_path)
     if not (run.path / "tokenizer").is_dir():
@@ -41,13 +56,17 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
     metrics = Metrics(run.metrics)
     checkpointing = Checkpointing(run, config, metrics)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.extend([NormLife(), metrics, ProgressDisplay(metrics), checkpointing])
+    stop = StopOnSignal()
+    callbacks.extend([NormLife(), metrics, ProgressDisplay(metrics), stop, checkpointing])
     tensorboard = TensorBoardLogger(run.path, name="tensorboard", version="", purge_step=resumed_step + 1)
     trainer.loggers = [*trainer.loggers, tensorboard]
     # Lightning counts micro-batches; without validation during training it must still know an interval.
     interval = config.validate_every or trainer.max_steps + 1
     trainer.val_check_interval = interval * trainer.accumulate_grad_batches
     trainer.fit(module, datamodule=data)
+    if stop.received is not None and trainer.global_step < trainer.max_steps:
+        where = f"{run.path} is saved at step {trainer.global_step} of {trainer.max_steps}"
+        raise Stopped(f"{where}; the same command continues it", stop.received)
     if not config.validation_due(trainer.global_step) or resumed_step == trainer.max_steps:
         trainer.validate(module, datamodule=data, verbose=False)
     run.finish(trainer.global_step)

@@ -61,6 +61,28 @@ def test_three_kills_change_nothing(llmstack: Command, tmp_path: Path) -> None:
     assert [row[0] for row in table[1]] == list(range(1, steps + 1))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_saves_at_the_step_and_says_so(llmstack: Command, tmp_path: Path, number: signal.Signals) -> None:
+    """Exit status 128 + signal, a checkpoint of the very step, and the rest of the run is as if nothing had been."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert llmstack(*arguments(whole, 60)).returncode == 0
+    command = [sys.executable, "-m", "llmstack", *arguments(stopped, 60)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    while not (rows := rows_of(stopped)) or rows[-1]["step"] < 4:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    last = rows_of(stopped)[-1]["step"]
+    assert last < 60
+    assert f"saved at step {last} of 60" in errors.splitlines()[-1]
+    assert (stopped / "checkpoints" / f"step-{last:08d}").is_dir()
+    assert llmstack(*arguments(stopped, 60)).returncode == 0
+    losses = [[(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(run)] for run in (whole, stopped)]
+    assert losses[0] == losses[1]
+
+
 def test_two_at_once_on_one_folder(tmp_path: Path, llmstack: Command) -> None:
     """The second is refused at once, by name of the process; the first goes on."""
     run = tmp_path / "run"

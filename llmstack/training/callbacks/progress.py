@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from llmstack.training.callbacks.metrics import Metrics
+from llmstack.training.module import LanguageModel
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -24,12 +25,13 @@ class ProgressDisplay(L.Callback):
         self._task = TaskID(0)
         self._shown_step = 0
         self._last_line = 0.0
-        self._began = 0.0
-        self._first_step = 0
+        self._began: tuple[float, int] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the bar where there is a terminal."""
-        self._began, self._first_step = time.monotonic(), trainer.global_step
+        assert isinstance(pl_module, LanguageModel)
+        if pl_module.compile_blocks:
+            print("compiling in the first step (half a minute or more) ...", file=sys.stderr, flush=True)
         if sys.stderr.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
@@ -63,6 +65,8 @@ class ProgressDisplay(L.Callback):
         if not row or row["step"] == self._shown_step:
             return
         self._shown_step = row["step"]
+        # The time left is reckoned from the end of the first step, which compiles.
+        self._began = self._began or (time.monotonic(), row["step"])
         text = (
             f"loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  "
             f"{row['tokens_per_second']:,.0f} tokens/s  {row['tokens_seen']:,} tokens"
@@ -71,9 +75,13 @@ class ProgressDisplay(L.Callback):
             self._bar.update(self._task, completed=row["step"], description=text)
         elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            done = max(row["step"] - self._first_step, 1)
-            left = (trainer.max_steps - row["step"]) * (time.monotonic() - self._began) / done
-            print(f"step {row['step']}/{trainer.max_steps}  {text}  {_clock(left)} left", file=sys.stderr, flush=True)
+            left = _clock((trainer.max_steps - row["step"]) * self._seconds_per_step(row["step"]))
+            print(f"step {row['step']}/{trainer.max_steps}  {text}  {left}", file=sys.stderr, flush=True)
+
+    def _seconds_per_step(self, step: int) -> float:
+        assert self._began is not None
+        began, first = self._began
+        return (time.monotonic() - began) / (step - first) if step > first else 0.0
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
@@ -88,6 +96,8 @@ class ProgressDisplay(L.Callback):
 
 
 def _clock(seconds: float) -> str:
+    if not seconds:
+        return ""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d} left"
