@@ -1,4 +1,4 @@
-"""How a command ends when it does not end well: an error that the user can mend, and a stop on request."""
+"""How a command ends when it does not end well: an error that the user can mend, and an early stop."""
 
 
 class UserError(ValueError):
@@ -9,13 +9,13 @@ class UserError(ValueError):
 
 
 class Stopped(Exception):
-    """Work that was asked to stop by a signal, and has saved what there was to save.
+    """Work that ended before its end: asked to by a signal, or because it could only go wrong.
 
     Args:
         message: where it stands and how to go on.
-        signal_number: the signal; the command exits with 128 + this, as a shell reports a process ended by it.
+        status: exit status of the command; 128 + the signal, as a shell reports a process ended by it, or 1.
     """
 
-    def __init__(self, message: str, signal_number: int) -> None:
+    def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.status = 128 + signal_number
+        self.status = status

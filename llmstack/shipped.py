@@ -28,6 +28,8 @@ def find_config(name: str) -> Path:
     relative = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     if not path.is_absolute() and (shipped / relative).is_file():
         return shipped / relative
+    if path.is_absolute() or path.exists():
+        raise UserError(f"{name} is no configuration file")
     known = sorted(str(found.relative_to(shipped)) for found in (shipped / relative).parent.glob("*.yaml"))
     hint = ", ".join(known) if known else "see the folders model/, norm/, data/, trainer/"
     raise UserError(f"no configuration file {name} here or among the shipped ones ({hint})")

@@ -62,7 +62,8 @@ class RunFolder:
             UserError: it holds something else, a run of another configuration, or a run that is going on. In the first
                 two cases nothing in it has been touched.
         """
-        run = cls(path)
+        with failing_in_one_line(Path(path)):
+            run = cls(path)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         run._refuse_other_content()
         run._refuse_other_config(yaml.safe_load(text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,32 @@ TRAINER_DEFAULTS = {
 }
 
 
+OWNED_BY_THE_RUN = {
+    **dict.fromkeys(("max_epochs", "min_epochs", "min_steps", "max_time"), "a run is counted by trainer.max_steps"),
+    **dict.fromkeys(("val_check_interval", "check_val_every_n_epoch"), "validation follows run.validate_every"),
+    **dict.fromkeys(("limit_train_batches", "overfit_batches", "fast_dev_run"), "trainer.max_steps makes a run short"),
+    **dict.fromkeys(("limit_val_batches", "num_sanity_val_steps"), "a validation is always of all held-out tokens"),
+    **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "barebones"), "a run always saves and reports"),
+    "gradient_clip_algorithm": "gradients are clipped by their norm",
+    "inference_mode": "it would make the compiler treat every tensor of a validation as another kind",
+    "reload_dataloaders_every_n_epochs": "the data is one sequence of steps",
+    "strategy": "a run is on one device",
+    "num_nodes": "a run is on one device",
+    "use_distributed_sampler": "the order of the data is llmstack's own",
+}
+"""Trainer options that would contradict the run's own counting, with the reason."""
+
+SECTIONS = ("model", "data", "trainer", "run")
+
+PARSER_ERRORS = (
+    *(jsonargparse.ArgumentError, MisconfigurationException, ModuleNotFoundError),
+    *(RecursionError, ValueError, TypeError),
+)
+"""What the parser, Lightning and the classes they build raise about a configuration."""
+
+PRECISIONS = ("32-true", "bf16-mixed")
+
+
 class ConfiguredCLI(LightningCLI):
     """Model, data, trainer and run from configuration files and dotted overrides."""
 
@@ -48,6 +75,20 @@ class ConfiguredCLI(LightningCLI):
         parser.add_class_arguments(RunConfig, "run")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse trainer options that would be ignored or would break the run."""
+        trainer, defaults = self.config["trainer"], self.parser.get_defaults()["trainer"]
+        for name, reason in OWNED_BY_THE_RUN.items():
+            if trainer[name] != defaults[name]:
+                raise UserError(f"trainer.{name} is not for llmstack's runs: {reason}")
+        if trainer["precision"] not in (None, *PRECISIONS):
+            raise UserError(f"trainer.precision is {trainer['precision']}; it must be {' or '.join(PRECISIONS)}")
+        accumulate, clip = trainer["accumulate_grad_batches"], trainer["gradient_clip_val"]
+        if accumulate < 1:
+            raise UserError(f"trainer.accumulate_grad_batches is {accumulate}; it must be at least 1")
+        if clip is not None and not 0 < clip < math.inf:
+            raise UserError(f"trainer.gradient_clip_val is {clip}; it must be above 0, or null for no clipping")
 
 
 def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
@@ -87,7 +128,7 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
             )
     except UserError:
         raise
-    except (jsonargparse.ArgumentError, MisconfigurationException, ModuleNotFoundError, ValueError, TypeError) as error:
+    except PARSER_ERRORS as error:
         raise UserError(_one_line(error)) from error
     return cli, names
 
@@ -116,20 +157,39 @@ def _resolve_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     for argument in arguments:
         option, equals, value = argument.partition("=")
         if expecting:
-            resolved.append(str(find_config(argument)))
+            resolved.append(_checked(find_config(argument)))
             names.append(Path(argument).stem)
             expecting = False
         elif option in ("-c", "--config") and not equals:
             resolved.append("--config")
             expecting = True
         elif option == "--config":
-            resolved.append(f"--config={find_config(value)}")
+            resolved.append(f"--config={_checked(find_config(value))}")
             names.append(Path(value).stem)
         else:
             resolved.append(argument)
     if expecting:
         raise UserError("--config needs a file")
     return resolved, names
+
+
+def _checked(path: Path) -> str:
+    """A YAML file whose sections are mappings: a null one would silently drop what earlier files said."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path} is not readable as YAML: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no configuration: it holds {'nothing' if content is None else 'no mapping'}")
+    unknown = sorted(str(name) for name in content if name not in (*SECTIONS, "seed_everything"))
+    if unknown:
+        raise UserError(
+            f"{path}: unknown section {', '.join(unknown)} (there are: {', '.join(SECTIONS)}, seed_everything)"
+        )
+    for section in SECTIONS:
+        if section in content and not isinstance(content[section], dict):
+            raise UserError(f"{path}: the section {section} is {content[section]!r}; it must be a mapping")
+    return str(path)
 
 
 def quiet_libraries() -> None:
@@ -164,5 +224,11 @@ def _one_line_errors() -> Iterator[None]:
 def _one_line(error: Any) -> str:
     """The message of a parser without its usage text, list of causes and line breaks."""
     text = str(error)
+    union = re.search(
+        r'key "([^"]+)":\s*Does not validate.*?Subtypes: \[(.*?)\]\s*Errors.*Given value: (.*)', text, re.DOTALL
+    )
+    if union:
+        kinds = re.sub(r"<class '(\w+)'>", r"\1", union[2]).replace("NoneType", "null")
+        return f"{union[1]} is {union[3].strip()}; it must be one of: {kinds}"
     text = re.sub(r"^usage:.*?(?=error:|\Z)", "", text, flags=re.DOTALL).removeprefix("error:").strip()
     return re.sub(r"\s*\n\s*", " ", text)

@@ -15,6 +15,7 @@ def main(arguments: Sequence[str]) -> int:
         0: trained to the end, now or earlier.
     """
     from llmstack.checkpoint import RunFolder
+    from llmstack.checkpoint.files import failing_in_one_line
     from llmstack.cli.configured import configuration, parse
     from llmstack.training.run import check, train
 
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
         if run.status == "finished":
             print(f"{run.path} is finished: nothing to do (another --run.dir starts another run)", file=sys.stderr)
         else:
-            train(cli.trainer, cli.model, cli.datamodule, run, config)
+            with failing_in_one_line(run.path):
+                train(cli.trainer, cli.model, cli.datamodule, run, config)
             print(f"finished: {run.path}", file=sys.stderr)
     finally:
         run.close()

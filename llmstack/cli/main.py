@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from llmstack import __version__
 from llmstack.cli import fit, generate, inspect, perplexity, tokenizer, validate
+from llmstack.cli.parsing import Parser
 from llmstack.errors import Stopped, UserError
 
 CONFIGURED = {"fit": fit, "validate": validate}
@@ -16,18 +17,11 @@ CONFIGURED = {"fit": fit, "validate": validate}
 SUBCOMMANDS = (tokenizer, perplexity, generate, inspect)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Wrong arguments are one line, like every other error of the user's."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(f"{message} (see {self.prog} --help)")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    parser = _Parser(prog="llmstack", description="Train, measure and run Llama-style language models.")
+    parser = Parser(prog="llmstack", description="Train, measure and run Llama-style language models.")
     parser.add_argument("--version", action="version", version=f"llmstack {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, module in CONFIGURED.items():
         subparsers.add_parser(name, help=module.SUMMARY, add_help=False)
     for subcommand in SUBCOMMANDS:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from llmstack.cli.parsing import Parser
 
 SUMMARY = "validation loss and perplexity of a checkpoint over a data configuration"
 
@@ -17,11 +18,12 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0: measured.
     """
+    from llmstack.checkpoint.files import write_atomically
     from llmstack.cli.configured import parse
     from llmstack.errors import UserError
     from llmstack.training.run import validate
 
-    own = argparse.ArgumentParser(prog="llmstack validate", add_help=False, allow_abbrev=False)
+    own = Parser(prog="llmstack validate", add_help=False, allow_abbrev=False)
     own.add_argument("--ckpt_path", metavar="CKPT", help="run folder, checkpoint or Hugging Face folder")
     own.add_argument("--baselines", action="store_true", help="also score n-gram models of the same tokens")
     own.add_argument("--output", metavar="F.json", help="write the result there, too")
@@ -30,13 +32,15 @@ def main(arguments: Sequence[str]) -> int:
         print(own.format_help(), "and the options of the configuration:\n", flush=True)
     elif options.ckpt_path is None and not any(argument.startswith("--print_config") for argument in rest):
         raise UserError("--ckpt_path is not set: give a run folder, a checkpoint or a Hugging Face folder")
+    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
+        raise UserError(f"--output {options.output}: there is no such folder")
     cli, _ = parse("validate", rest)
     result = validate(cli.trainer, cli.model, cli.datamodule, options.ckpt_path)
     if options.baselines:
         result["baselines"] = _baselines(cli.datamodule)
     text = json.dumps(result)
     if options.output:
-        Path(options.output).write_text(text + "\n")
+        write_atomically(Path(options.output), text + "\n")
     print(text)
     return 0
 

@@ -1,5 +1,6 @@
 """The tokenizer of the embedded corpus, trained on the spot and kept in the cache."""
 
+from llmstack.checkpoint.files import failing_in_one_line
 from llmstack.data.prepare import cache_root
 from llmstack.data.prepared import atomic_folder
 from llmstack.data.sources import EMBEDDED, describe_source, iterate_documents
@@ -15,7 +16,7 @@ def embedded_tokenizer(vocab_size: int) -> Tokenizer:
     content = describe_source(EMBEDDED)[0]["embedded"]
     path = cache_root() / f"embedded-tokenizer-{vocab_size}-{content[:16]}"
     if not path.exists():
-        with atomic_folder(path) as folder:
+        with failing_in_one_line(path.parent), atomic_folder(path) as folder:
             if folder is not None:
                 tokenizer = train_tokenizer((document.text for document in iterate_documents(EMBEDDED)), vocab_size)
                 tokenizer.save(folder, BosEosPolicy.default(tokenizer))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmstack.checkpoint.files import failing_in_one_line
 from llmstack.data.holdout import RULE, Holdout, Split, choose_holdout
 from llmstack.data.prepared import (
     FORMAT_VERSION,
@@ -64,10 +65,11 @@ def prepare_source(
         "policy": policy.to_dict(),
         "holdout": RULE,
     }
-    path = cache_root() / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    root = cache_root()
+    path = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     fresh = False
     if not path.exists():
-        with atomic_folder(path) as folder:
+        with failing_in_one_line(root), atomic_folder(path) as folder:
             if fresh := folder is not None:
                 write_prepared(folder, source, tokenizer, policy, sources, text_field, report)
     prepared = PreparedData(path, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -92,6 +93,7 @@ class ModelConfig:
     """Dropout on the embedding output."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         positive = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
         for name in (*positive, "vocab_size", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
@@ -112,8 +114,8 @@ class ModelConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"model config: {name} is {getattr(self, name)}; it must be in [0, 1)")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"model config: {name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"model config: {name} is {getattr(self, name)}; it must be above 0, and finite")
         _check_choices(self)
         build_norm_method(self.norm)
 
@@ -173,6 +175,24 @@ class ModelConfig:
         path = find_config(f"model/{name}.yaml")
         values = yaml.safe_load(path.read_text())["model"]["config"]
         return replace(cls.from_dict(values, str(path)), **overrides)
+
+
+def _check_types(config: ModelConfig) -> None:
+    """Numbers are numbers and switches switches: a configuration file from elsewhere may hold anything."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "int | None": (int, type(None)),
+        "float": (int, float),
+    }
+    for item in fields(config):
+        value, wanted = getattr(config, item.name), kinds.get(str(item.type))
+        if item.type == "bool" and not isinstance(value, bool):
+            raise UserError(f"model config: {item.name} is {value!r}; it must be true or false")
+        if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
+            number = "a number" if float in wanted else "a whole number"
+            raise UserError(f"model config: {item.name} is {value!r}; it must be {number}")
+    if not isinstance(config.rope_scaling, RopeScaling | None):
+        raise UserError(f"model config: rope_scaling is {config.rope_scaling!r}; it must be a mapping, or null")
 
 
 def _check_choices(config: ModelConfig) -> None:

@@ -62,3 +62,5 @@ def check_vocab_size(vocab_size: int) -> None:
         raise UserError(
             f"vocabulary size {vocab_size} is too small: 256 bytes and 2 special tokens make {MIN_VOCAB_SIZE}"
         )
+    if vocab_size >= 2**31:
+        raise UserError(f"vocabulary size {vocab_size} is too large: ids are 32-bit numbers")

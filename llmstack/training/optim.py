@@ -38,15 +38,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"optimizer: {name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"optimizer: {name} is {getattr(self, name)}; it must be above 0, and finite")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer: {name} is {getattr(self, name)}; it must be in [0, 1)")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"optimizer: {name} is {getattr(self, name)}; it must be between 0 and 1")
-        if self.weight_decay < 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise UserError(f"optimizer: weight_decay is {self.weight_decay}; it must be 0 or above")
         if self.schedule not in ("cosine", "wsd", "constant"):
             raise UserError(f"optimizer: schedule is '{self.schedule}'; it must be cosine, wsd or constant")

@@ -24,14 +24,10 @@ def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None
         UserError: no number of steps, bad data, or a model that fits neither the data nor its initial weights.
     """
     if trainer.max_steps < 1:
-        raise UserError("trainer.max_steps is not set: give --trainer.max_steps the number of optimiser steps")
+        raise UserError(f"trainer.max_steps is {trainer.max_steps}: give the number of optimiser steps")
     if trainer.world_size > 1:
         raise UserError(
             f"trainer asks for {trainer.world_size} processes, but a run has one device: set --trainer.devices 1"
-        )
-    if trainer.max_epochs != -1 or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise UserError(
-            "runs are counted in steps: set trainer.max_steps, not max_epochs, overfit_batches or fast_dev_run"
         )
     data.setup("fit")
     module.config = fit_to_data(module.config, data)
@@ -50,9 +46,10 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
     if resumed_step:
         print(f"resuming {run.path} from step {resumed_step} of {trainer.max_steps}", file=sys.stderr)
     run.cut_metrics(resumed_step)
+    _check_rows(run, resumed_step)
     record_environment(run.environment_path)
-    if not (run.path / "tokenizer").is_dir():
-        data.save_tokenizer(run.path / "tokenizer")
+    # Written anew at each start: the data's own tokenizer is the true one, whatever became of the copy.
+    data.save_tokenizer(run.path / "tokenizer")
     metrics = Metrics(run.metrics)
     checkpointing = Checkpointing(run, config, metrics)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -64,12 +61,27 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
     interval = config.validate_every or trainer.max_steps + 1
     trainer.val_check_interval = interval * trainer.accumulate_grad_batches
     trainer.fit(module, datamodule=data)
-    if stop.received is not None and trainer.global_step < trainer.max_steps:
+    if trainer.global_step < trainer.max_steps:
         where = f"{run.path} is saved at step {trainer.global_step} of {trainer.max_steps}"
-        raise Stopped(f"{where}; the same command continues it", stop.received)
+        raise Stopped(f"{where}; the same command continues it", 128 + stop.received if stop.received else 1)
     if not config.validation_due(trainer.global_step) or resumed_step == trainer.max_steps:
         trainer.validate(module, datamodule=data, verbose=False)
     run.finish(trainer.global_step)
+
+
+def _check_rows(run: RunFolder, step: int) -> None:
+    """metrics.csv holds each step up to the checkpoint once, or the run would go on from a record with holes.
+
+    Raises:
+        UserError: a row is missing or stands twice.
+    """
+    steps = [row["step"] for row in run.metrics.read()]
+    if steps != list(range(1, step + 1)):
+        odd = next((n for n, found in enumerate(steps, 1) if found != n), len(steps) + 1)
+        raise UserError(
+            f"{run.path / 'metrics.csv'}: row {odd} is not that of step {odd}, but the checkpoint is of step {step}; "
+            "put the file back, or train in another --run.dir"
+        )
 
 
 def validate(trainer: L.Trainer, module: LanguageModel, data: LanguageData, ckpt: str) -> dict[str, Any]:

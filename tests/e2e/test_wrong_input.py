@@ -52,7 +52,21 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         (["--data.source", "text"], ["data.files is not set"]),
         (["--data.source", "poems"], ["source"]),
         (["--trainer.max_steps", "many"], ["trainer.max_steps"]),
-        (["--trainer.max_steps", "-1"], ["max_steps is not set"]),
+        (["--trainer.max_steps", "-1"], ["max_steps is -1"]),
+        (["--trainer.max_epochs", "1"], ["max_epochs", "trainer.max_steps"]),
+        (["--trainer.max_time", "00:00:00:01"], ["max_time"]),
+        (["--trainer.fast_dev_run", "true"], ["fast_dev_run"]),
+        (["--trainer.limit_val_batches", "0"], ["limit_val_batches"]),
+        (["--trainer.val_check_interval", "2"], ["val_check_interval", "run.validate_every"]),
+        (["--trainer.accumulate_grad_batches", "0"], ["accumulate_grad_batches is 0"]),
+        (["--trainer.gradient_clip_val", "-1"], ["gradient_clip_val is -1"]),
+        (["--trainer.devices", "2"], ["2 processes"]),
+        (["--trainer.num_nodes", "2"], ["num_nodes"]),
+        (["--trainer.strategy", "ddp"], ["strategy"]),
+        (["--trainer.precision", "bf16-true"], ["precision", "bf16-mixed"]),
+        (["--model.optimizer.lr", "1e400"], ["lr is inf"]),
+        (["--model.config.rms_norm_eps", "1e400"], ["rms_norm_eps"]),
+        (["--run.checkpoint_every", "often"], ["run.checkpoint_every is often"]),
         (["--trainer.accelerator", "abacus"], ["abacus"]),
         (["--trainer.precision", "3-bit"], ["precision"]),
         (["--run.keep_checkpoints", "1"], ["keep_checkpoints"]),
@@ -83,6 +97,32 @@ def test_bad_text_is_named_with_its_line(refused, tmp_path: Path, content: bytes
     text = ["-c", "data/text.yaml", "--data.files", "corpus.jsonl", "--data.tokenizer", "tokenizer"]
     line = refused("fit", *SMALL, *STEPS, *text, "--run.dir", "run")
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "data:\n", "model: [config]\n", "model: {config: {norm: *nothing}}\n", "a: &a [*a]\n", "\ttab: 1\n", "- 1\n"],
+)
+def test_a_broken_configuration_is_named(refused, tmp_path: Path, content: str) -> None:
+    """A null section would otherwise silently drop what earlier files said."""
+    (tmp_path / "mine.yaml").write_text(content)
+    assert "mine.yaml" in refused("fit", *SMALL, *STEPS, "--run.dir", "run", "-c", "mine.yaml")
+
+
+@pytest.mark.parametrize("name", ["folder", "/nowhere/at/all.yaml"])
+def test_what_is_no_configuration_file_is_named(refused, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    assert name in refused("fit", "-c", name)
+
+
+def test_an_impossible_run_folder_is_one_line(refused) -> None:
+    refused("fit", *SMALL, *STEPS, "--run.dir", "long" * 100)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LLMSTACK_CACHE", str(tmp_path / "file" / "cache"))
+    assert "cache" in refused("fit", *SMALL, *STEPS, "--run.dir", "run")
 
 
 def test_a_missing_tokenizer_is_named(refused, tmp_path: Path) -> None:

@@ -102,6 +102,41 @@ def test_a_broken_newest_checkpoint_gives_way_to_the_one_before(
     assert rows(run) == rows(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut", "gap", "doubled"])
+def test_a_record_with_holes_is_not_continued(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """metrics.csv must hold each step up to the checkpoint once; a run would otherwise go on from a false record."""
+    assert fit("whole", *TEN_STEPS) == 0
+    stop_at_five(tmp_path / "whole", tmp_path / "parts")
+    path = tmp_path / "parts" / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    damaged = {"missing": [], "cut": lines[:3], "gap": lines[:3] + lines[4:], "doubled": [*lines[:4], *lines[3:]]}
+    path.write_text("".join(damaged[damage])) if damage != "missing" else path.unlink()
+    capsys.readouterr()
+    assert fit("parts", *TEN_STEPS) == 2
+    assert "metrics.csv" in capsys.readouterr().err
+
+
+def test_a_damaged_copy_of_the_tokenizer_is_written_anew(fit: Fit, tmp_path: Path) -> None:
+    assert fit("whole", *TEN_STEPS) == 0
+    stop_at_five(tmp_path / "whole", tmp_path / "parts")
+    for path in (tmp_path / "parts" / "tokenizer").iterdir():
+        path.write_text("{}")
+    assert fit("parts", *TEN_STEPS) == 0
+    copies = [tmp_path / name / "checkpoints" / "step-00000010" / "tokenizer" for name in ("whole", "parts")]
+    assert [path.name for path in sorted(copies[0].iterdir())] == [path.name for path in sorted(copies[1].iterdir())]
+    assert all(path.read_bytes() == (copies[1] / path.name).read_bytes() for path in copies[0].iterdir())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rate of 1e30 the second step already has no finite loss; what was saved before stays."""
+    options = ("--model.optimizer.lr", "1e30", "--model.optimizer.warmup_ratio", "0", "--run.checkpoint_every", "1")
+    assert fit("run", "--trainer.max_steps", "10", *options) == 1
+    assert "gradient norm" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_c_attn_is_that_of_the_saved_weights_and_the_block_length(fit: Fit, tmp_path: Path) -> None:
     """At 10 steps it is refreshed after each; 32-token blocks make T = 32, not the published 1024."""
     assert fit("run", *TEN_STEPS) == 0

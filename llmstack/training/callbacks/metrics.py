@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 import lightning as L
 
 from llmstack.checkpoint import MetricsFile, MetricsRow
+from llmstack.errors import Stopped
 from llmstack.training.module import LanguageModel
 
 
@@ -75,13 +77,23 @@ class Metrics(L.Callback):
         self.flush(trainer)
 
     def flush(self, trainer: L.Trainer) -> None:
-        """Write the pending row."""
+        """Write the pending row.
+
+        Raises:
+            Stopped: its loss or gradient is not finite.
+        """
         if self._pending is None:
             return
         row, self._pending = self._pending, None
         tokens = int(row.pop("valid_tokens"))
         self.tokens_seen += tokens
         row["loss"], row["grad_norm"] = float(row["loss"]), float(row["grad_norm"])
+        if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+            raise Stopped(
+                f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, so nothing of it was saved "
+                "(a lower learning rate or more warm-up may help)",
+                status=1,
+            )
         row["tokens_seen"], row["tokens_per_second"] = self.tokens_seen, tokens / row["step_seconds"]
         self.file.append(MetricsRow(**row))
         self.last_row = row
