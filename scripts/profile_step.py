@@ -9,6 +9,7 @@ import json
 import resource
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens in each (default: %(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the compute (default: bf16)")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps after one warm-up (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before, untimed (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, the last profiled (default: %(default)s)")
     parser.add_argument("--plain", action="store_true", help="the straightforward step")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -72,29 +74,27 @@ def main() -> None:
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
-    began = time.perf_counter()
-    losses = [step()]
-    first = time.perf_counter() - began
-    seconds = []
-    for _ in range(options.steps):
-        began = time.perf_counter()
-        losses.append(step())
-        seconds.append(time.perf_counter() - began)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
+    seconds, losses = [], []
+    for number in range(options.warmup + options.steps):
+        last = number + 1 == options.warmup + options.steps
+        with profile(activities=[ProfilerActivity.CPU]) if last else nullcontext() as profiler:
+            began = time.perf_counter()
+            losses.append(step())
+            seconds.append(time.perf_counter() - began)
+    assert profiler is not None
     shares: Counter[str] = Counter()
     for event in profiler.key_averages():
         shares[kind_of(event.key)] += event.self_cpu_time_total / 1e6
-    median = sorted(seconds)[len(seconds) // 2]
+    timed = sorted(seconds[options.warmup :])
+    median = timed[len(timed) // 2]
     for kind, time_spent in shares.most_common():
         print(f"{kind:40} {time_spent:8.2f} s  {100 * time_spent / sum(shares.values()):5.1f} %")
     count = options.batch * options.length
     flops = training_flops_per_token(model.config, options.length, "palm") * count
     result = {
         **{name: getattr(options, name) for name in ("preset", "norm", "dtype", "plain", "batch", "length")},
-        "first_step_seconds": round(first, 2),
         "step_seconds": [round(value, 2) for value in seconds],
         "tokens_per_second": round(count / median, 1),
         "gflop_per_second_palm": round(flops / median / 1e9, 1),

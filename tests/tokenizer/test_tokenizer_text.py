@@ -131,6 +131,7 @@ def test_long_texts_are_cut_without_changing_ids(kind, tokenizer, c4):
     assert tokenizer.encode_batch(["x", text]) == [tokenizer.encode("x"), whole]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama-2", "llama-3", "gpt2"])
 def test_time_of_one_huge_line_is_linear(name, loaded, c4):
     text = " ".join(c4).replace("\n", " ")
