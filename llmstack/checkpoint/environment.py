@@ -63,6 +63,10 @@ def _earlier(path: Path) -> list[Any]:
     return entries
 
 
+_CODE = Path(__file__)
+"""Part of the code whose state is recorded."""
+
+
 def _entry() -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,7 +91,7 @@ def _version(package: str) -> str | None:
 
 def _git_state() -> dict[str, Any] | None:
     """Of the checkout that this code runs from; none if it was installed."""
-    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+    if _git("ls-files", "--error-unmatch", _CODE.name) is None:
         return None
     commit = _git("rev-parse", "--verify", "--quiet", "HEAD")
     diff = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD") if commit else None
@@ -98,9 +102,10 @@ def _git_state() -> dict[str, Any] | None:
 
 def _git(*arguments: str) -> str | None:
     """Its output; none if git is absent, refuses or takes too long."""
-    here = Path(__file__).parent
     try:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, timeout=_GIT_SECONDS, check=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=_CODE.parent, capture_output=True, timeout=_GIT_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "replace")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmstack.checkpoint import record_environment
+from llmstack.checkpoint import environment, record_environment
 from llmstack.errors import UserError
 
 
@@ -25,18 +25,20 @@ def test_entries_are_appended_and_true(tmp_path, monkeypatch):
     repository = tmp_path / "code"
     (repository / "inner").mkdir(parents=True)
     git(repository, "init", "-q")
-    monkeypatch.chdir(repository / "inner")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "_CODE", repository / "inner" / "code.py")
     path = tmp_path / "environment.json"
-    record_environment(path)
+    (repository / "inner" / "code.py").write_text("")
     (repository / "a.py").write_text("x = 1\n")
+    record_environment(path)
     git(repository, "add", ".")
     git(repository, "commit", "-qm", "first")
     record_environment(path)
     (repository / "a.py").write_text("x = 2\n")
     record_environment(path)
-    bare, clean, dirty = json.loads(path.read_text())
+    untracked, clean, dirty = json.loads(path.read_text())
     commit = git(repository, "rev-parse", "HEAD").strip()
-    assert bare["git"] == {"commit": None, "diff": None}
+    assert untracked["git"] is None  # installed code in somebody's repository is not that repository's
     assert clean["git"] == {"commit": commit, "diff": ""}
     assert dirty["git"]["commit"] == commit
     assert "-x = 1\n+x = 2\n" in dirty["git"]["diff"]
@@ -47,12 +49,12 @@ def test_entries_are_appended_and_true(tmp_path, monkeypatch):
         socket.gethostname(),
         os.getpid(),
     )
-    assert dirty["folder"] == str(repository / "inner")
+    assert dirty["folder"] == str(tmp_path)
     assert dirty["command"]
 
 
 def test_outside_a_repository(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "_CODE", tmp_path / "code.py")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     record_environment(tmp_path / "environment.json")
     assert json.loads((tmp_path / "environment.json").read_text())[0]["git"] is None
