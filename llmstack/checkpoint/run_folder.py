@@ -103,21 +103,6 @@ class RunFolder:
         return self.path / "environment.json"
 
     @property
-    def logs_path(self) -> Path:
-        """Folder of log files."""
-        return self.path / "logs"
-
-    @property
-    def plots_path(self) -> Path:
-        """Folder of plots."""
-        return self.path / "plots"
-
-    @property
-    def tensorboard_path(self) -> Path:
-        """Folder of TensorBoard events."""
-        return self.path / "tensorboard"
-
-    @property
     def metrics(self) -> MetricsFile:
         """metrics.csv."""
         return MetricsFile(self.path / "metrics.csv")

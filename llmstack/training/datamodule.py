@@ -109,11 +109,6 @@ class LanguageData(L.LightningDataModule):
         self._train = PackedBlocks(self.prepared, "train", self.block_size, document_ids=masks)
         self._heldout = PackedBlocks(self.prepared, "heldout", self.block_size, keep_last=True, document_ids=masks)
 
-    @property
-    def tokens_per_sample(self) -> int:
-        """Input positions of one sample, padding included."""
-        return self.block_size
-
     def train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """Micro-batches from the trainer's present step on, without end: the trainer counts the steps."""
         trainer = self.trainer
