@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from llmstack.accounting import training_flops_per_token
+from llmstack.accounting import model_flops_per_token
 from llmstack.model import Llama, ModelConfig
 from llmstack.model.compile import compile_model
 from llmstack.training.optim import OptimizerConfig, build_optimizer, clip_gradients
@@ -92,7 +92,7 @@ def main() -> None:
     for kind, time_spent in shares.most_common():
         print(f"{kind:40} {time_spent:8.2f} s  {100 * time_spent / sum(shares.values()):5.1f} %")
     count = options.batch * options.length
-    flops = training_flops_per_token(model.config, options.length, "palm") * count
+    flops = model_flops_per_token(model.config, options.length, "palm") * count
     result = {
         **{name: getattr(options, name) for name in ("preset", "norm", "dtype", "plain", "batch", "length")},
         "step_seconds": [round(value, 2) for value in seconds],

@@ -7,12 +7,14 @@
         tokenizer/              optional; the tokenizer's files
 
 ``config`` holds the fields of ``ModelConfig``; ``state`` is whatever JSON the training loop needs to go on. Several
-files may have one role. A folder appears under its final name complete, or not at all.
+files may have one role: of two processes each writes its own share (``model-00001-of-00002.safetensors``, …), and a
+reader sees the tensors of all. A folder appears under its final name complete, or not at all.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -20,7 +22,9 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TextIO
@@ -29,6 +33,7 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 from torch import Tensor
 
 from llmstack.checkpoint.files import failing_in_one_line, sync_file, sync_folder
+from llmstack.checkpoint.ranks import ALONE, Ranks, on_every_rank
 from llmstack.checkpoint.tensors import TensorFiles
 from llmstack.errors import UserError
 
@@ -57,6 +62,14 @@ class CheckpointFile:
     """Bytes."""
     sha256: str
     """Hexadecimal."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A file that a rank has written, and the tensors in it."""
+
+    file: CheckpointFile
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,23 +123,26 @@ def write_checkpoint(
     optimizer: Mapping[str, Tensor] | None = None,
     state: Mapping[str, Any] | None = None,
     tokenizer: str | Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write the checkpoint ``folder`` (``…/step-00000025``); one that is there already is replaced.
 
     Everything is written and synced in a hidden folder beside it, which then takes the final name. Those that killed
-    writers left behind are removed first.
+    writers left behind are removed first. Where several ranks write, each calls this with its share of the tensors
+    and the same other arguments; either all return, or all raise.
 
     Args:
-        folder: where it shall be.
+        folder: where it shall be; on a file system that all ranks see.
         step: optimiser steps done.
         config: fields of ``ModelConfig``.
         weights: parameters and persistent buffers; with tied embeddings ``lm_head.weight`` is left out.
         optimizer: tensors by `<parameter name>/<state name>`.
         state: plain JSON values.
         tokenizer: folder whose files are copied.
+        ranks: the processes that write this checkpoint together.
 
     Raises:
-        UserError: disk full, no permission, no such tokenizer; nothing is left under the final name.
+        UserError: disk full, no permission, no such tokenizer, on whichever rank; nothing is left under the final name.
     """
     folder = Path(folder)
     tensors: dict[Role, dict[str, Tensor]] = {"model": dict(weights)}
@@ -134,26 +150,15 @@ def write_checkpoint(
         tensors["model"].pop("lm_head.weight", None)
     if optimizer is not None:
         tensors["optimizer"] = dict(optimizer)
-    with failing_in_one_line(folder):
-        _refuse_to_replace_other_folders(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder.parent)
-        partial = folder.parent / f"{_PARTIAL}{folder.name}-{uuid.uuid4().hex[:8]}"
-        partial.mkdir()
-        try:
-            with open(partial / MANIFEST, "w", encoding="utf-8") as manifest:
-                _mark_as_in_work(manifest)
-                files = [_write_tensors(partial, role, values) for role, values in tensors.items()]
-                files += _copy_tokenizer(partial, Path(tokenizer)) if tokenizer is not None else []
-                content = {"step": step, "config": dict(config), "state": dict(state or {})}
-                manifest.write(_manifest_text({**content, "files": [asdict(file) for file in files]}))
-                manifest.flush()
-                os.fsync(manifest.fileno())
-                sync_folder(partial)
-                _move_into_place(partial, folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    content = {"step": step, "config": dict(config), "state": dict(state or {})}
+    with ExitStack() as hidden:
+        first = ranks.rank == 0
+        name = on_every_rank(ranks, folder, lambda: hidden.enter_context(_hidden_folder(folder)) if first else None)[0]
+        assert name is not None
+        partial = folder.parent / name
+        source = Path(tokenizer) if tokenizer is not None and first else None
+        shares = on_every_rank(ranks, folder, lambda: _write_share(partial, tensors, source, ranks))
+        on_every_rank(ranks, folder, lambda: _finish(partial, folder, content, shares) if first else None)
     return folder
 
 
@@ -190,9 +195,14 @@ def remove_checkpoint(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def remove_leftovers(parent: Path) -> None:
-    """Remove what killed writers left in ``parent``: hidden folders whose manifest nobody holds locked any more."""
-    for folder in parent.glob(f"{_PARTIAL}*"):
+def remove_leftovers(parent: Path, names: str = "step-*") -> None:
+    """Remove what killed writers left in ``parent``: hidden folders whose manifest nobody holds locked any more.
+
+    Args:
+        parent: folder of checkpoints.
+        names: pattern of their names; a folder of the user's may hold other things that only look alike.
+    """
+    for folder in parent.glob(f"{_PARTIAL}{names}-????????"):
         if not _is_in_work(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -203,8 +213,57 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_tensors(folder: Path, role: Role, tensors: dict[str, Tensor]) -> CheckpointFile:
-    path = folder / f"{role}.safetensors"
+@contextmanager
+def _hidden_folder(folder: Path) -> Iterator[str]:
+    """Name of a new folder beside ``folder``, which counts as in work during the block and is removed if that fails."""
+    _refuse_to_replace_other_folders(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.parent, glob.escape(folder.name) if checkpoint_step(folder) is None else "step-*")
+    partial = folder.parent / f"{_PARTIAL}{folder.name}-{uuid.uuid4().hex[:8]}"
+    partial.mkdir()
+    try:
+        with open(partial / MANIFEST, "w", encoding="utf-8") as manifest:
+            _mark_as_in_work(manifest)
+            yield partial.name
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_share(
+    partial: Path, tensors: dict[Role, dict[str, Tensor]], tokenizer: Path | None, ranks: Ranks
+) -> list[_Written]:
+    """This rank's files, on the disk."""
+    if not partial.is_dir():
+        raise UserError(f"{partial}, made by rank 0, is not seen by this rank; the run folder must be shared by all")
+    written = [
+        _write_tensors(partial, role, values, ranks)
+        for role, values in tensors.items()
+        if values or ranks.world_size == 1
+    ]
+    if tokenizer is not None:
+        written += [_Written(file) for file in _copy_tokenizer(partial, tokenizer)]
+    sync_folder(partial)
+    return written
+
+
+def _finish(partial: Path, folder: Path, content: dict[str, Any], shares: list[list[_Written]]) -> None:
+    """Write the manifest of all ranks' files and give the folder its name."""
+    written = [one for share in shares for one in share]
+    names = Counter((one.file.role, name) for one in written for name in one.tensors)
+    twice = [name for (_, name), count in names.items() if count > 1]
+    assert not twice, f"given by two ranks: {twice[0]}"
+    with open(partial / MANIFEST, "w", encoding="utf-8") as manifest:
+        manifest.write(_manifest_text({**content, "files": [asdict(one.file) for one in written]}))
+        manifest.flush()
+        os.fsync(manifest.fileno())
+    sync_folder(partial)
+    _move_into_place(partial, folder)
+
+
+def _write_tensors(partial: Path, role: Role, tensors: dict[str, Tensor], ranks: Ranks) -> _Written:
+    part = f"-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}" if ranks.world_size > 1 else ""
+    path = partial / f"{role}{part}.safetensors"
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # The library's own save_file for torch needs numpy, which a machine with torch alone has not.
     specs = {
@@ -221,8 +280,8 @@ def _write_tensors(folder: Path, role: Role, tensors: dict[str, Tensor]) -> Chec
     except SafetensorError as error:
         raise OSError(str(error)) from error
     # The library makes files that only their owner may read; let the user's umask decide, as everywhere.
-    path.chmod(stat.S_IMODE((folder / MANIFEST).stat().st_mode))
-    return _finished(folder, path, role)
+    path.chmod(stat.S_IMODE((partial / MANIFEST).stat().st_mode))
+    return _Written(_finished(partial, path, role), tuple(tensors))
 
 
 def _copy_tokenizer(folder: Path, source: Path) -> list[CheckpointFile]:
@@ -256,7 +315,9 @@ def _move_into_place(partial: Path, folder: Path) -> None:
 
 
 def _refuse_to_replace_other_folders(folder: Path) -> None:
-    if folder.exists() and checkpoint_step(folder) is None and not (folder / MANIFEST).is_file():
+    if checkpoint_step(folder) is not None or not folder.exists() or (folder / MANIFEST).is_file():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
         raise UserError(f"{folder} exists and is no checkpoint; choose another place")
 
 

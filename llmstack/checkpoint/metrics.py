@@ -25,10 +25,32 @@ class MetricsRow:
     """Rate that this step was taken with."""
     grad_norm: float | None = None
     """2-norm of the whole gradient before clipping."""
+    spike_score: float | None = None
+    """Standard deviations that the loss lies above the mean of the 128 steps before; empty where they are too few."""
     step_seconds: float | None = None
-    """Wall time of the step."""
+    """Wall time of the step; validation and saving are in none. The four after it are parts of it."""
+    data_seconds: float | None = None
+    """Waiting for batches."""
+    forward_backward_seconds: float | None = None
+    """Forward and backward passes, and what ranks exchange meanwhile."""
+    optimizer_seconds: float | None = None
+    """Clipping and the optimiser; under ZeRO also the exchange of the new weights."""
+    communication_seconds: float | None = None
+    """Time in exchanges between ranks, wherever it falls; measured in profiled steps alone."""
     tokens_per_second: float | None = None
-    """Tokens of the step / step_seconds, over all ranks."""
+    """Tokens of the step (padding not counted) / step_seconds, over all ranks; empty in the first step of a start."""
+    tokens_per_second_per_device: float | None = None
+    """The same of one rank."""
+    tflops_per_device_palm: float | None = None
+    """Model FLOPs of one rank per second / 10^12 by PaLM's convention: each token attends to the whole block."""
+    mfu_palm: float | None = None
+    """Those over the device's dense peak; empty where that is not known, as on a CPU."""
+    tflops_per_device_causal: float | None = None
+    """The same with half the attention, as a causal mask leaves it. Neither counts what is computed again."""
+    mfu_causal: float | None = None
+    """Those over the device's dense peak."""
+    peak_memory_bytes: int | None = None
+    """Most memory that rank 0 had taken by then: tensors on a GPU, the whole process on a CPU."""
     val_loss: float | None = None
     """Loss over the held-out data after this step, nats per token."""
     val_perplexity: float | None = None
@@ -38,7 +60,7 @@ class MetricsRow:
 
 
 COLUMNS = tuple(field.name for field in fields(MetricsRow))
-_INTEGERS = {"step", "tokens_seen", "val_tokens"}
+_INTEGERS = {"step", "tokens_seen", "peak_memory_bytes", "val_tokens"}
 _HEADER = ",".join(COLUMNS) + "\n"
 
 

@@ -18,8 +18,18 @@ from llmstack.errors import UserError
 from llmstack.model import Llama, ModelConfig
 
 _PICKLED_FILES = {".ckpt", ".bin", ".pt", ".pth", ".pkl"}
-_DEEPSPEED_MARKS = ("mp_rank_00_model_states.pt", "zero_to_fp32.py", "latest")
+_DEEPSPEED_MARKS = ("*_model_states.pt", "zero_to_fp32.py", "latest")
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class NeedsUnpickling(UserError):
+    """A checkpoint whose loading could run code; ``import_checkpoint`` takes it if it is trusted."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            f"{path} is {what}: loading it needs unpickling, which can run code, and is refused; if you trust it, run "
+            f"llmstack import {path} --out DIR --trust, and use DIR"
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,8 @@ def resolve(ckpt: str | Path) -> Source:
     Nothing is ever unpickled and no code from the folder is run.
 
     Raises:
-        UserError: none of these, broken, or in need of unpickling.
+        UserError: none of these, or broken.
+        NeedsUnpickling: (one of them) a Lightning or DeepSpeed checkpoint.
     """
     path = Path(ckpt).expanduser()
     if not path.exists():
@@ -59,9 +70,7 @@ def resolve(ckpt: str | Path) -> Source:
             raise UserError(f"the run {path} has no checkpoint yet")
         return _from_checkpoint(checkpoint)
     if _is_deepspeed(path):
-        raise UserError(
-            f"{path} is a DeepSpeed checkpoint: loading it needs unpickling, which can run code, and is refused"
-        )
+        raise NeedsUnpickling(path, "a DeepSpeed checkpoint")
     if foreign:
         config, weights = load_huggingface(path)
         has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_MARKS)
@@ -130,10 +139,10 @@ def _place_derived_buffers(model: nn.Module, device: torch.device | str) -> None
 def _is_deepspeed(path: Path) -> bool:
     if any((path / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
         return False  # a trainer's folder, whose own safetensors lie beside DeepSpeed's files
-    return any((path / name).exists() for name in _DEEPSPEED_MARKS)
+    return any(any(path.glob(mark)) for mark in _DEEPSPEED_MARKS)
 
 
 def _refusal_of_file(path: Path) -> UserError:
     if path.suffix.lower() in _PICKLED_FILES:
-        return UserError(f"{path}: loading it needs unpickling, which can run code, and is refused")
+        return NeedsUnpickling(path, "a pickled checkpoint")
     return UserError(f"{path} is a file; give the folder of a run, a checkpoint or a Hugging Face Llama")

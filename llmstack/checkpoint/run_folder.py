@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,8 +56,13 @@ class RunFolder:
         self._broken: set[tuple[Path, int]] = set()
 
     @classmethod
-    def open(cls, path: str | Path, config: Mapping[str, Any]) -> RunFolder:
+    def open(cls, path: str | Path, config: Mapping[str, Any], free: Sequence[str] = ()) -> RunFolder:
         """Take the folder for a run of ``config`` (plain YAML values) and lock it until ``close`` or the process ends.
+
+        Args:
+            path: the folder.
+            config: complete configuration.
+            free: dotted keys that a run may be continued with other values of.
 
         Raises:
             UserError: it holds something else, a run of another configuration, or a run that is going on. In the first
@@ -66,13 +72,13 @@ class RunFolder:
             run = cls(path)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         run._refuse_other_content()
-        run._refuse_other_config(yaml.safe_load(text))
+        run._refuse_other_config(yaml.safe_load(text), free)
         with failing_in_one_line(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
         run._lock = FolderLock(run.path)
         try:
             # Another process may have begun here before the lock was ours.
-            run._refuse_other_config(yaml.safe_load(text))
+            run._refuse_other_config(yaml.safe_load(text), free)
             run.status = run._find_status()
             if run.status == "new":
                 write_atomically(run.config_path, text)
@@ -152,8 +158,7 @@ class RunFolder:
                     # Pruned by the training process between the listing and the reading.
                     return self.newest_checkpoint()
                 first_fault = first_fault or error
-                self._broken.add((folder, folder.stat().st_ino))
-                _logger.warning("broken checkpoint, taking the one before it: %s", error)
+                self._report_broken(folder, "taking the one before it", error)
         if first_fault is not None:
             raise UserError(
                 f"{self.path}: all {len(folders)} checkpoints are broken (the newest: {first_fault}); restore one, or "
@@ -161,13 +166,34 @@ class RunFolder:
             )
         return None
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints; those found broken do not count as kept."""
-        assert keep >= 1
+    def best_checkpoint(self) -> Checkpoint | None:
+        """The one of lowest ``state["val_loss"]`` that verifies, or None; each broken one on the way is reported."""
+        for folder in self._by_loss(self.checkpoints()):
+            try:
+                return read_checkpoint(folder)
+            except UserError as error:
+                if folder.exists():  # or it was pruned meanwhile
+                    self._report_broken(folder, "taking the next best one", error)
+        return None
+
+    def prune(self, keep_last: int, keep_every: int | None = None, keep_best: bool = True) -> None:
+        """Remove the checkpoints that no rule keeps; those found broken do not count as kept.
+
+        Args:
+            keep_last: keep this many of the newest.
+            keep_every: keep those whose step is a multiple of this.
+            keep_best: keep the one of lowest ``state["val_loss"]`` (one without it is no candidate).
+        """
+        assert keep_last >= 1
         folders = self.checkpoints()
         good = [folder for folder in folders if (folder, folder.stat().st_ino) not in self._broken]
-        if len(good) > keep:
-            for folder in folders[: folders.index(good[-keep])]:
+        if len(good) <= keep_last:
+            return
+        kept = {folder for folder in good if keep_every and (checkpoint_step(folder) or 0) % keep_every == 0}
+        if keep_best:
+            kept.update(self._by_loss(good)[:1])
+        for folder in folders[: folders.index(good[-keep_last])]:
+            if folder not in kept:
                 remove_checkpoint(folder)
 
     def cut_metrics(self, step: int) -> None:
@@ -178,6 +204,22 @@ class RunFolder:
         """Mark the run as finished after ``step`` optimiser steps."""
         write_atomically(self.path / "run.json", json.dumps({"finished_step": step}) + "\n")
         self.status = "finished"
+
+    def _report_broken(self, folder: Path, then: str, error: UserError) -> None:
+        self._broken.add((folder, folder.stat().st_ino))
+        _logger.warning("broken checkpoint, %s: %s", then, error)
+
+    def _by_loss(self, folders: list[Path]) -> list[Path]:
+        """Those that were validated, the lowest loss first. Their tensors are not read."""
+        losses: dict[Path, float] = {}
+        for folder in folders:
+            try:
+                loss = read_checkpoint(folder, verify=False).state.get("val_loss")
+            except UserError:
+                continue
+            if isinstance(loss, int | float) and math.isfinite(loss):
+                losses[folder] = loss
+        return sorted(losses, key=lambda folder: losses[folder])
 
     def _find_status(self) -> Status:
         if (self.path / "run.json").is_file():
@@ -197,10 +239,14 @@ class RunFolder:
                 f"{self.path} is not empty and holds no run ({foreign[0]} but no {CONFIG_FILE}); choose another run.dir"
             )
 
-    def _refuse_other_config(self, config: dict[str, Any]) -> None:
+    def _refuse_other_config(self, config: dict[str, Any], free: Sequence[str]) -> None:
         if not self.config_path.is_file():
             return
-        differences = list(_differences(self.config, config))
+        differences = [
+            text
+            for key, text in _differences(self.config, config)
+            if not any(f"{key}.".startswith(f"{f}.") for f in free)
+        ]
         if differences:
             more = len(differences) - _SHOWN_DIFFERENCES
             shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
@@ -209,14 +255,14 @@ class RunFolder:
             )
 
 
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """Each dotted key whose value differs, with both values."""
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Each dotted key whose value differs, and a text with both values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             inner = f"{key}.{name}" if key else str(name)
             yield from _differences(old.get(name, _MISSING), new.get(name, _MISSING), inner)
     elif old != new:
-        yield f"{key} is {_shown(old)} there and {_shown(new)} here"
+        yield key, f"{key} is {_shown(old)} there and {_shown(new)} here"
 
 
 def _shown(value: Any) -> str:

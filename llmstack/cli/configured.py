@@ -50,11 +50,15 @@ OWNED_BY_THE_RUN = {
     "gradient_clip_algorithm": "gradients are clipped by their norm",
     "inference_mode": "it would make the compiler treat every tensor of a validation as another kind",
     "reload_dataloaders_every_n_epochs": "the data is one sequence of steps",
-    "strategy": "a run is on one device",
-    "num_nodes": "a run is on one device",
     "use_distributed_sampler": "the order of the data is llmstack's own",
 }
 """Trainer options that would contradict the run's own counting, with the reason."""
+
+HOW_IT_RUNS = (
+    *(f"trainer.{name}" for name in ("accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")),
+    *("data.micro_batch_size", "data.num_workers", "model.compile", "model.activation_checkpointing"),
+)
+"""Options that a run may be continued with other values of: where and how it computes, not what."""
 
 SECTIONS = ("model", "data", "trainer", "run")
 
@@ -84,6 +88,11 @@ class ConfiguredCLI(LightningCLI):
                 raise UserError(f"trainer.{name} is not for llmstack's runs: {reason}")
         if trainer["precision"] not in (None, *PRECISIONS):
             raise UserError(f"trainer.precision is {trainer['precision']}; it must be {' or '.join(PRECISIONS)}")
+        if isinstance(trainer["strategy"], str) and trainer["strategy"] != "auto":
+            raise UserError(
+                f"trainer.strategy is {trainer['strategy']}; it must be auto, or one of llmstack's own, which "
+                "trainer/ddp.yaml, zero1.yaml, zero2.yaml, zero3.yaml and zero3_offload.yaml set"
+            )
         accumulate, clip = trainer["accumulate_grad_batches"], trainer["gradient_clip_val"]
         if accumulate < 1:
             raise UserError(f"trainer.accumulate_grad_batches is {accumulate}; it must be at least 1")
@@ -194,15 +203,19 @@ def _checked(path: Path) -> str:
 
 def quiet_libraries() -> None:
     """Keep hints that are not about the user's run off the screen."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.accelerators.cuda").setLevel(logging.WARNING)
+    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed", "fabric.utilities.distributed"):
+        logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)
+    for name in ("accelerators.cuda", "strategies.deepspeed"):
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.WARNING)
     for pattern in (
         r".*does not have many workers.*",
         r".*smaller than the logging interval.*",
         r".*was configured so validation will run.*",
         r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
         r".*GPU available but not used.*",
+        r".*DeepSpeed handles gradient clipping internally.*",
+        r".*all_gather_into_tensor.*is deprecated.*",
+        r".*reduce_scatter_tensor.*is deprecated.*",
         r".*args parameter is intended to run from within Python.*",
     ):
         warnings.filterwarnings("ignore", pattern)

@@ -16,20 +16,25 @@ def main(arguments: Sequence[str]) -> int:
     """
     from llmstack.checkpoint import RunFolder
     from llmstack.checkpoint.files import failing_in_one_line
-    from llmstack.cli.configured import configuration, parse
+    from llmstack.cli.configured import HOW_IT_RUNS, configuration, parse
     from llmstack.training.run import check, train
+    from llmstack.training.strategies import ending_together
 
     cli, names = parse("fit", arguments)
-    config = cli.config_init["run"]
-    check(cli.trainer, cli.model, cli.datamodule)
-    run = RunFolder.open(config.dir or f"runs/{'-'.join(names) or 'default'}", configuration(cli))
+    trainer, config = cli.trainer, cli.config_init["run"]
+    check(trainer, cli.model, cli.datamodule)
+    path = config.dir or f"runs/{'-'.join(names) or 'default'}"
+    # One process owns the run folder; the other ranks of the run look on.
+    run = RunFolder.open(path, configuration(cli), HOW_IT_RUNS) if trainer.is_global_zero else RunFolder(path)
     try:
         if run.status == "finished":
-            print(f"{run.path} is finished: nothing to do (another --run.dir starts another run)", file=sys.stderr)
+            text = f"{run.path} is finished: nothing to do (another --run.dir starts another run)"
         else:
-            with failing_in_one_line(run.path):
-                train(cli.trainer, cli.model, cli.datamodule, run, config)
-            print(f"finished: {run.path}", file=sys.stderr)
+            with failing_in_one_line(run.path), ending_together(trainer):
+                train(trainer, cli.model, cli.datamodule, run, config)
+            text = f"finished: {run.path}"
+        if trainer.is_global_zero:
+            print(text, file=sys.stderr)
     finally:
         run.close()
     return 0

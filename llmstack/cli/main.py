@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from llmstack import __version__
-from llmstack.cli import fit, generate, inspect, perplexity, tokenizer, validate
+from llmstack.cli import fit, generate, import_checkpoint, inspect, perplexity, tokenizer, validate
 from llmstack.cli.parsing import Parser
 from llmstack.errors import Stopped, UserError
 
 CONFIGURED = {"fit": fit, "validate": validate}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
 
-SUBCOMMANDS = (tokenizer, perplexity, generate, inspect)
+SUBCOMMANDS = (tokenizer, perplexity, generate, inspect, import_checkpoint)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,10 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = build_parser().parse_args(arguments)
         return parsed.run(parsed)
     except UserError as error:
-        print(f"llmstack: {error}", file=sys.stderr)
+        print(f"llmstack: {_who()}{error}", file=sys.stderr)
         return 2
     except Stopped as stop:
-        print(f"llmstack: {stop}", file=sys.stderr)
+        # All ranks stop for the same reason; the first one says it.
+        if not _who():
+            print(f"llmstack: {stop}", file=sys.stderr)
         return stop.status
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not an error, and nothing more to say to it.
@@ -55,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("llmstack: interrupted", file=sys.stderr)
         return 130
+
+
+def _who() -> str:
+    """Which rank of a run speaks, unless it is the first."""
+    rank = os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or "0"
+    return f"rank {rank}: " if rank != "0" else ""
 
 
 if __name__ == "__main__":

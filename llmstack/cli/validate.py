@@ -9,6 +9,8 @@ from pathlib import Path
 
 from llmstack.cli.parsing import Parser
 
+ON_ONE_DEVICE = ("--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1")
+
 SUMMARY = "validation loss and perplexity of a checkpoint over a data configuration"
 
 
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("--ckpt_path is not set: give a run folder, a checkpoint or a Hugging Face folder")
     if options.output is not None and not Path(options.output).absolute().parent.is_dir():
         raise UserError(f"--output {options.output}: there is no such folder")
-    cli, _ = parse("validate", rest)
+    # A measurement needs one device, also of a run that was spread over many.
+    cli, _ = parse("validate", [*rest, *ON_ONE_DEVICE])
     result = validate(cli.trainer, cli.model, cli.datamodule, options.ckpt_path)
     if options.baselines:
         result["baselines"] = _baselines(cli.datamodule)

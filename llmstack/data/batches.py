@@ -79,10 +79,11 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class StepBatchSampler(Sampler[list[SampleKey]]):
     """The micro-batches of one rank, step after step.
 
-    Step ``s`` takes the samples ``s G`` to ``(s + 1) G`` of the run, where G is micro_batch_size times accumulate
-    times world_size, dealt in runs of ``micro_batch_size``: to the ranks first, then to the next micro-batch.
-    So the sequence of global batches depends on G alone, and a run continues at ``start_step`` on another
-    number of ranks. Without ``num_steps`` it has no end and no length; else it is that many steps long.
+    A step takes the next G samples of the run, where G is micro_batch_size times accumulate times world_size, dealt in
+    runs of ``micro_batch_size``: to the ranks first, then to the next micro-batch. So the sequence of global batches
+    depends on G alone; a run continues at ``start_step`` and ``start_sample`` on another number of ranks, and with
+    another G no sample is seen twice or left out (default: G was the same in all steps before). Without ``num_steps`` it has no end and no length; else it is that
+    many steps long.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class StepBatchSampler(Sampler[list[SampleKey]]):
         rank: int = 0,
         start_step: int = 0,
         num_steps: int | None = None,
+        start_sample: int | None = None,
     ) -> None:
         if order.num_samples != len(samples):
             raise ValueError(f"an order of {order.num_samples} for {len(samples)} samples")
@@ -104,6 +106,7 @@ class StepBatchSampler(Sampler[list[SampleKey]]):
         self.micro_batch_size, self.accumulate = micro_batch_size, accumulate
         self.world_size, self.rank = world_size, rank
         self.start_step, self.num_steps = start_step, num_steps
+        self.start_sample = start_step * self.global_batch_size if start_sample is None else start_sample
 
     @property
     def global_batch_size(self) -> int:
@@ -119,7 +122,8 @@ class StepBatchSampler(Sampler[list[SampleKey]]):
         for step in count(self.start_step):
             if self.num_steps is not None and step >= self.start_step + self.num_steps:
                 return
-            sample_ids = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+            first = self.start_sample + (step - self.start_step) * self.global_batch_size
+            sample_ids = np.arange(first, first + self.global_batch_size)
             indices = self.order(sample_ids)
             valid = int(self.samples.valid_tokens(indices).sum())
             dealt = np.stack([indices, sample_ids], axis=-1).reshape(

@@ -15,7 +15,8 @@ from llmstack.model.config import ModelConfig
 from llmstack.model.float32 import Float32Buffers
 from llmstack.model.head import LMHead
 from llmstack.model.kv_cache import KVCache, LayerCache
-from llmstack.model.norms.method import NormMethod
+from llmstack.model.norms.method import Gather, NormMethod, whole
+from llmstack.model.recompute import Recompute, recomputed
 from llmstack.model.rope import RotaryEmbedding, Rotation
 
 
@@ -77,6 +78,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.after_mlp = method.after_mlp(config, layer)
         self.dropout = Dropout(config.dropout_rate(layer)) if config.residual_dropout else nn.Identity()
+        self.recompute: Recompute = "nothing"
 
     def forward(
         self,
@@ -87,6 +89,18 @@ class Block(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """``x`` [batch, seq, hidden] -> the same shape; the other arguments as in :class:`Attention`."""
+        if self.training and self.recompute != "nothing":
+            return recomputed(self.recompute, self._forward, x, rotation, mask, cache, positions)
+        return self._forward(x, rotation, mask, cache, positions)
+
+    def _forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        mask: Tensor | None,
+        cache: LayerCache | None,
+        positions: Tensor | None,
+    ) -> Tensor:
         u, carry = self.attention_norm(x)
         update = self.dropout(self.after_attention(self.attention(u, rotation, mask, cache, positions)))
         x = x + update if self.residual else update
@@ -126,23 +140,29 @@ class Llama(nn.Module):
             self.initialise()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialise(self, gather: Gather = whole) -> None:
         """Give every parameter and derived buffer its initial value (after ``to_empty`` of a meta model, too)."""
+        self.tie()
+        for name, module in self.named_modules():
+            self.initialise_module(name, module)
+        self.config.norm_method.initialise(self, gather)
+
+    def tie(self) -> None:
+        """Make a tied head share the embedding's matrix (``to_empty`` gives each owner its own)."""
         if self.config.tie_word_embeddings:
-            # `to_empty` gives each owner of a shared parameter its own.
             self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | LMHead):
-                _initialise_weights(module, self.config)
-            elif callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-        if self.config.initialisation == "depth_scaled":
-            # GPT-2 (Radford et al. 2019, section 2.3): two residual adds per block.
-            std = self.config.initializer_range / math.sqrt(2 * self.config.num_layers)
-            for block in self.blocks:
-                nn.init.normal_(block.attention.o_proj.weight, std=std)
-                nn.init.normal_(block.mlp.down_proj.weight, std=std)
-        self.config.norm_method.initialise(self)
+
+    @torch.no_grad()
+    def initialise_module(self, name: str, module: nn.Module) -> None:
+        """Initial values of what ``module``, called ``name`` within the decoder, owns itself.
+
+        Called for every module in the order of ``named_modules`` it draws the same numbers whether the parameters of
+        the modules before are still whole or not.
+        """
+        if isinstance(module, nn.Linear | nn.Embedding | LMHead):
+            _initialise_weights(name, module, self.config)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
     @property
     def blocks(self) -> list[Block]:
@@ -196,11 +216,14 @@ class Llama(nn.Module):
         return self.embedding_dropout(self.after_embedding(x))
 
 
-def _initialise_weights(module: nn.Linear | nn.Embedding | LMHead, config: ModelConfig) -> None:
+def _initialise_weights(name: str, module: nn.Linear | nn.Embedding | LMHead, config: ModelConfig) -> None:
     """N(0, σ), or N(0, 1/fan_in) for matrices that multiply; biases 0. A tied head is its embedding."""
     std = config.initializer_range
     if config.initialisation == "fan_in" and isinstance(module, nn.Linear):
         std = 1 / math.sqrt(module.in_features)
+    if config.initialisation == "depth_scaled" and name.endswith(("attention.o_proj", "mlp.down_proj")):
+        # GPT-2 (Radford et al. 2019, section 2.3): two residual adds per block.
+        std = config.initializer_range / math.sqrt(2 * config.num_layers)
     if not (isinstance(module, LMHead) and config.tie_word_embeddings):
         nn.init.normal_(module.weight, std=std)
     bias = getattr(module, "bias", None)

@@ -75,6 +75,10 @@ class LanguageData(L.LightningDataModule):
         self.embedded_vocab_size, self.block_size = embedded_vocab_size, block_size
         self.micro_batch_size, self.document_masks, self.num_workers = micro_batch_size, document_masks, num_workers
         self.seed = seed
+        self.first_step = 0
+        """Optimiser steps tried before this start of the run."""
+        self.first_sample = 0
+        """Samples that those took."""
         self.tokenizer: Tokenizer | None = None
         self.policy: BosEosPolicy | None = None
         self.prepared: PreparedData | None = None
@@ -109,8 +113,17 @@ class LanguageData(L.LightningDataModule):
         self._train = PackedBlocks(self.prepared, "train", self.block_size, document_ids=masks)
         self._heldout = PackedBlocks(self.prepared, "heldout", self.block_size, keep_last=True, document_ids=masks)
 
+    def samples_seen(self, steps: int) -> int:
+        """Samples of the run that ``steps`` steps, made or skipped, have taken."""
+        assert self.trainer is not None
+        return self.first_sample + (steps - self.first_step) * self.samples_per_step(self.trainer)
+
+    def samples_per_step(self, trainer: L.Trainer) -> int:
+        """The global batch: micro-batch, micro-batches and ranks multiplied."""
+        return self.micro_batch_size * trainer.accumulate_grad_batches * trainer.world_size
+
     def train_dataloader(self) -> DataLoader[dict[str, Any]]:
-        """Micro-batches from the trainer's present step on, without end: the trainer counts the steps."""
+        """Micro-batches from the first step of this start on, without end: the trainer counts the steps."""
         trainer = self.trainer
         assert trainer is not None
         sampler = StepBatchSampler(
@@ -120,7 +133,8 @@ class LanguageData(L.LightningDataModule):
             accumulate=trainer.accumulate_grad_batches,
             world_size=trainer.world_size,
             rank=trainer.global_rank,
-            start_step=trainer.global_step,
+            start_step=self.first_step,
+            start_sample=self.first_sample,
         )
         return self._loader(self._train, sampler)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -67,20 +68,35 @@ class OptimizerConfig:
         return self.lr
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW over two groups: matrices decayed, everything else not; each parameter in exactly one."""
+FUSED = partial(torch.optim.AdamW, fused=True)
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, adamw: Callable[..., torch.optim.Optimizer] = FUSED
+) -> torch.optim.Optimizer:
+    """AdamW over two groups: matrices decayed, everything else not; each parameter in exactly one.
+
+    Args:
+        model: whose parameters are trained.
+        config: rates.
+        adamw: an implementation with torch's arguments.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if _is_matrix(p)], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return adamw(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,
     )
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies. ZeRO-3 leaves an empty shard in a parameter's place, and its shape beside it."""
+    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

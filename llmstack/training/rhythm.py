@@ -1,4 +1,4 @@
-"""Where a run lies and how often it saves and validates."""
+"""Where a run lies, how often it saves, validates and looks after itself."""
 
 from __future__ import annotations
 
@@ -19,17 +19,43 @@ class RunConfig:
     """Minutes between two checkpoints; null: not by time."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep (at least 2, so that a broken one has a predecessor)."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest validation loss (a validation that is the best so far is saved)."""
+    keep_every: int | None = None
+    """Also keep every checkpoint whose step is a multiple of this; null: none."""
     validate_every: int | None = 100
     """Steps between two validations; null: only at the end."""
+    abort_after_skipped: int = 5
+    """Steps skipped in a row, for gradients that are not finite, after which the run saves and ends."""
+    compare_ranks_every: int | None = 100
+    """Steps between two comparisons of the weights that all ranks must hold alike; null: never."""
+    hang_minutes: float = 30.0
+    """Minutes without progress of any rank after which the run ends; the first step compiles, the largest saves."""
+    profile_steps: str | None = None
+    """Steps to profile, as 10 or 10-12: traces (and, on GPUs, memory snapshots) go to logs/profile; null: none."""
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "checkpoint_every_minutes", "validate_every"):
+        rates = ("checkpoint_every", "checkpoint_every_minutes", "validate_every", "keep_every", "compare_ranks_every")
+        for name in (*rates, "abort_after_skipped", "hang_minutes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UserError(f"run.{name} is {value}; it must be above 0, or null")
+                raise UserError(f"run.{name} is {value}; it must be above 0{', or null' if name in rates else ''}")
         if self.keep_checkpoints < 2:
             raise UserError(f"run.keep_checkpoints is {self.keep_checkpoints}; it must be at least 2")
+        if self.profile_steps is not None:
+            self.steps_to_profile()
 
     def validation_due(self, step: int) -> bool:
         """Whether ``step`` is followed by a validation during training."""
         return self.validate_every is not None and step % self.validate_every == 0
+
+    def steps_to_profile(self) -> range:
+        """The steps of ``profile_steps``."""
+        first, _, last = (self.profile_steps or "0-0").partition("-")
+        try:
+            steps = range(int(first), int(last or first) + 1)
+        except ValueError:
+            steps = range(0)
+        if self.profile_steps is not None and (not steps or steps.start < 1):
+            raise UserError(f"run.profile_steps is {self.profile_steps}; it must be a step or a range, as 10-12")
+        return steps

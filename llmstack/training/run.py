@@ -6,67 +6,143 @@ import sys
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from llmstack.checkpoint import RunFolder, load_model, record_environment, resolve
+from llmstack.checkpoint import (
+    RunFolder,
+    checkpoint_bytes,
+    load_model,
+    record_environment,
+    require_disk_space,
+    resolve,
+)
 from llmstack.errors import Stopped, UserError
+from llmstack.model import Llama, ModelConfig
 from llmstack.tokenizer import load_tokenizer
-from llmstack.training.callbacks import Checkpointing, Metrics, NormLife, ProgressDisplay, StopOnSignal
+from llmstack.training.callbacks import (
+    Checkpointing,
+    Metrics,
+    NormLife,
+    Profiling,
+    ProgressDisplay,
+    SameWeights,
+    SkippedSteps,
+    StopOnSignal,
+    Together,
+    Validation,
+)
 from llmstack.training.datamodule import LanguageData
+from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel, fit_to_data, open_initial_weights
+from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
+from llmstack.training.strategies import Ddp, Zero
 
 
 def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None:
-    """Prepare the data and find whatever can be wrong, before a run folder exists.
+    """Prepare the data and find whatever can be wrong, before a run folder exists or another rank is started.
 
     Raises:
-        UserError: no number of steps, bad data, or a model that fits neither the data nor its initial weights.
+        UserError: no number of steps, bad data, a contradicting DeepSpeed configuration, or a model that fits neither
+            the data nor its initial weights.
     """
     if trainer.max_steps < 1:
         raise UserError(f"trainer.max_steps is {trainer.max_steps}: give the number of optimiser steps")
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, Ddp | Zero):
         raise UserError(
-            f"trainer asks for {trainer.world_size} processes, but a run has one device: set --trainer.devices 1"
+            f"trainer asks for {trainer.world_size} processes, but not how they share the work: add "
+            "-c trainer/ddp.yaml, zero1.yaml, zero2.yaml, zero3.yaml or zero3_offload.yaml"
         )
     data.setup("fit")
     module.config = fit_to_data(module.config, data)
     if module.init_from is not None:
         module.initial_weights = open_initial_weights(module.init_from, module.config)
+    if isinstance(trainer.strategy, Zero):
+        trainer.strategy.decide(trainer, data.micro_batch_size)
 
 
 def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: RunFolder, config: RunConfig) -> None:
     """Train in ``run`` from its newest good checkpoint, or from the start, to the end, and validate there.
 
+    Every rank calls it; the first one, which alone has the run locked, decides where to go on and writes.
+
     Raises:
-        Stopped: a signal asked for it; the run is saved.
+        Stopped: a signal asked for it, or too many steps were skipped in a row; the run is saved.
     """
-    module.resume_from = run.newest_checkpoint()
-    resumed_step = module.resume_from.step if module.resume_from else 0
-    if resumed_step:
-        print(f"resuming {run.path} from step {resumed_step} of {trainer.max_steps}", file=sys.stderr)
-    run.cut_metrics(resumed_step)
-    _check_rows(run, resumed_step)
-    record_environment(run.environment_path)
-    # Written anew at each start: the data's own tokenizer is the true one, whatever became of the copy.
-    data.save_tokenizer(run.path / "tokenizer")
-    metrics = Metrics(run.metrics)
-    checkpointing = Checkpointing(run, config, metrics)
+    ranks = Ranks()
+    log = EventLog(run.path / "logs" / "events.log", ranks)
+    resumed_step = 0
+    if trainer.is_global_zero:
+        module.resume_from = run.newest_checkpoint()
+        resumed_step = module.resume_from.step if module.resume_from else 0
+        run.cut_metrics(resumed_step)
+        _check_rows(run, resumed_step)
+        require_room(module.config, run, config, trainer.max_steps)
+        record_environment(run.environment_path)
+        # Written anew at each start: the data's own tokenizer is the true one, whatever became of the copy.
+        data.save_tokenizer(run.path / "tokenizer")
+        if resumed_step:
+            log.say(f"resuming {run.path} from step {resumed_step} of {trainer.max_steps}")
+        if isinstance(trainer.strategy, Ddp | Zero):
+            log.say(_summary(trainer, data))
+    profiled = config.steps_to_profile()
+    profiling = Profiling(run.path, profiled, memory=True) if config.profile_steps else None
+    skipped = SkippedSteps(ranks, config, log)
+    metrics = Metrics(run.metrics, ranks, profiling)
+    stop = StopOnSignal(ranks)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    stop = StopOnSignal()
-    callbacks.extend([NormLife(), metrics, ProgressDisplay(metrics), stop, checkpointing])
+    # In this order: a skipped step is undone before anyone counts it, and a step is saved when all is done at it.
+    callbacks += [Together(ranks, config), skipped, NormLife(), metrics, Validation(config)]
+    callbacks += [profiling] if profiling is not None else []
+    callbacks += [ProgressDisplay(metrics)] if trainer.is_global_zero else []
+    callbacks += [stop, SameWeights(ranks, config), Checkpointing(run, config, ranks, metrics, skipped, log)]
     tensorboard = TensorBoardLogger(run.path, name="tensorboard", version="", purge_step=resumed_step + 1)
     trainer.loggers = [*trainer.loggers, tensorboard]
-    # Lightning counts micro-batches; without validation during training it must still know an interval.
-    interval = config.validate_every or trainer.max_steps + 1
-    trainer.val_check_interval = interval * trainer.accumulate_grad_batches
-    trainer.fit(module, datamodule=data)
+    # Validation is our own callback's business.
+    trainer.check_val_every_n_epoch = sys.maxsize
+    with stop.listening(trainer):
+        trainer.fit(module, datamodule=data)
     if trainer.global_step < trainer.max_steps:
-        where = f"{run.path} is saved at step {trainer.global_step} of {trainer.max_steps}"
+        made = trainer.global_step
+        where = f"{run.path} {f'is saved at step {made}' if made else 'has made no step'} of {trainer.max_steps}"
+        if skipped.at_limit:
+            raise Stopped(
+                f"{skipped.in_a_row} steps in a row had no finite gradient; {where} (a lower learning rate or more "
+                "warm-up may help)",
+                status=1,
+            )
         raise Stopped(f"{where}; the same command continues it", 128 + stop.received if stop.received else 1)
-    if not config.validation_due(trainer.global_step) or resumed_step == trainer.max_steps:
-        trainer.validate(module, datamodule=data, verbose=False)
-    run.finish(trainer.global_step)
+    if trainer.is_global_zero:
+        run.finish(trainer.global_step)
+
+
+def require_room(model: ModelConfig, run: RunFolder, config: RunConfig, max_steps: int) -> None:
+    """Refuse a run whose checkpoints the disk cannot hold.
+
+    Raises:
+        UserError: see ``require_disk_space``.
+    """
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Llama(model).state_dict().items()}
+    kept = config.keep_checkpoints + config.keep_best + (max_steps // config.keep_every if config.keep_every else 0)
+    # One more while the next is written.
+    require_disk_space(run, checkpoint_bytes(shapes), kept + 1)
+
+
+def _summary(trainer: L.Trainer, data: LanguageData) -> str:
+    """One line on how the run is spread: the numbers that Lightning, DeepSpeed and the data all go by."""
+    zero = trainer.strategy
+    how = f"ZeRO-{zero.stage}{' with offload' if zero.offload else ''}" if isinstance(zero, Zero) else "DDP"
+    kind = "CPU rank" if isinstance(trainer.accelerator, CPUAccelerator) else "GPU"
+    where = f"{trainer.world_size} {kind}{'s' if trainer.world_size > 1 else ''}"
+    exchange = " over gloo (no GPU here)" if kind == "CPU rank" else ""
+    return (
+        f"{how} on {where}{exchange}, {trainer.precision}: {data.samples_per_step(trainer)} samples a step = "
+        f"{data.micro_batch_size} a micro-batch x {trainer.accumulate_grad_batches} accumulated x "
+        f"{trainer.world_size} ranks; gradients clipped at {trainer.gradient_clip_val or 'no norm'}"
+    )
 
 
 def _check_rows(run: RunFolder, step: int) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmstack.accounting import cache_bytes, count_parameters, training_flops_per_token
+from llmstack.accounting import cache_bytes, count_parameters, model_flops_per_token
 from llmstack.model import Llama, ModelConfig
 
 
@@ -47,9 +47,9 @@ def test_every_parameter_of_a_model_is_in_one_part():
     ("preset", "flops", "attention_share"),
     [("374m", 2.449e9, 0.082), ("1b", 7.818e9, 0.052), ("3b", 2.033e10, 0.052)],
 )
-def test_training_flops_per_token_at_1024_are_the_published_ones(preset: str, flops: float, attention_share: float):
+def test_model_flops_per_token_at_1024_are_the_published_ones(preset: str, flops: float, attention_share: float):
     config = ModelConfig.preset(preset)
-    palm, causal = (training_flops_per_token(config, 1024, convention) for convention in ("palm", "causal"))
+    palm, causal = (model_flops_per_token(config, 1024, convention) for convention in ("palm", "causal"))
     assert palm == pytest.approx(flops, rel=5e-4)
     assert 2 * (palm - causal) / palm == pytest.approx(attention_share, abs=5e-4)
 
@@ -57,7 +57,7 @@ def test_training_flops_per_token_at_1024_are_the_published_ones(preset: str, fl
 def test_an_untied_input_embedding_and_learned_positions_cost_no_flops():
     tied = ModelConfig(vocab_size=1000)
     untied = ModelConfig(vocab_size=1000, tie_word_embeddings=False, positions="learned")
-    assert training_flops_per_token(untied, 64) == training_flops_per_token(tied, 64)
+    assert model_flops_per_token(untied, 64) == model_flops_per_token(tied, 64)
 
 
 def test_cache_of_374m_at_1024_tokens_in_bf16_is_16_mib():

@@ -34,8 +34,19 @@ def test_schema_and_exact_numbers(path):
         "loss",
         "learning_rate",
         "grad_norm",
+        "spike_score",
         "step_seconds",
+        "data_seconds",
+        "forward_backward_seconds",
+        "optimizer_seconds",
+        "communication_seconds",
         "tokens_per_second",
+        "tokens_per_second_per_device",
+        "tflops_per_device_palm",
+        "mfu_palm",
+        "tflops_per_device_causal",
+        "mfu_causal",
+        "peak_memory_bytes",
         "val_loss",
         "val_perplexity",
         "val_tokens",
@@ -176,7 +187,10 @@ def test_another_header_is_refused_and_kept(path, content):
     assert path.read_text() == content
 
 
-@pytest.mark.parametrize("line", ["2,x,,,,,,,,\n", "2,3\n", ",1,,,,,,,,\n", "2.5,1,,,,,,,,\n"])
+EMPTY = "," * (len(COLUMNS) - 2)
+
+
+@pytest.mark.parametrize("line", [f"2,x{EMPTY}\n", "2,3\n", f",1{EMPTY}\n", f"2.5,1{EMPTY}\n"])
 def test_a_row_that_is_none_is_named_by_its_line(path, line):
     MetricsFile(path).append(row(1))
     path.write_text(path.read_text() + line)

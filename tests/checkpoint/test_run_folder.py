@@ -298,6 +298,69 @@ def test_prune_does_not_count_a_broken_checkpoint_as_kept(tmp_path):
     assert [read_checkpoint(path).step for path in run.checkpoints()] == [100]
 
 
+def save_with_losses(run: RunFolder, losses: dict[int, float | None]) -> None:
+    for step, loss in losses.items():
+        state = {} if loss is None else {"val_loss": loss}
+        write_checkpoint(run.checkpoint_path(step), step=step, config={}, weights={"w": torch.ones(4)}, state=state)
+
+
+def steps_of(run: RunFolder) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in run.checkpoints()]
+
+
+LOSSES = {10: 4.0, 20: 3.0, 30: None, 40: float("nan"), 50: 3.5, 60: 3.0, 70: None, 80: 3.6}
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ((2,), [20, 70, 80]),
+        ((2, None, False), [70, 80]),
+        ((1, 30), [20, 30, 60, 80]),
+        ((1, 40, False), [40, 80]),
+        ((3, 1000), [20, 60, 70, 80]),
+        ((8, None), list(LOSSES)),
+    ],
+)
+def test_prune_keeps_the_last_every_nth_and_the_best(tmp_path, rules, kept):
+    """Of two equal losses the earlier; one that was not validated, or to nan, is never the best."""
+    run = RunFolder.open(tmp_path, CONFIG)
+    save_with_losses(run, LOSSES)
+    run.prune(*rules)
+    assert steps_of(run) == kept
+
+
+def test_the_best_stays_the_best_of_those_present(tmp_path):
+    run = RunFolder.open(tmp_path, CONFIG)
+    assert run.best_checkpoint() is None
+    best = []
+    for step, loss in {10: None, 20: 5.0, 30: 4.0, 40: 4.5, 50: None, 60: 3.0}.items():
+        save_with_losses(run, {step: loss})
+        run.prune(2)
+        found = run.best_checkpoint()
+        best.append(found and found.step)
+    assert best == [None, 20, 30, 30, 30, 60]
+    assert steps_of(run) == [50, 60]
+
+
+def test_a_broken_one_is_neither_the_best_nor_kept(tmp_path, caplog):
+    run = RunFolder.open(tmp_path, CONFIG)
+    save_with_losses(run, {10: 2.0, 20: 3.0, 30: 4.0, 40: 5.0})
+    damage(run.checkpoint_path(10))
+    with caplog.at_level(logging.WARNING):
+        best = run.best_checkpoint()
+    assert best is not None
+    assert best.step == 20
+    assert "broken checkpoint, taking the next best one" in caplog.text
+    assert "step-00000010/model.safetensors is damaged" in caplog.text
+    run.prune(1, keep_every=10)
+    assert steps_of(run) == [20, 30, 40]
+    # A lost file is seen without reading any tensor.
+    (run.checkpoint_path(20) / "model.safetensors").unlink()
+    run.prune(1)
+    assert steps_of(run) == [30, 40]
+
+
 def test_cut_metrics(tmp_path):
     run = RunFolder.open(tmp_path, CONFIG)
     for step in (1, 2, 3):

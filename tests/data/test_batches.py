@@ -88,6 +88,15 @@ def test_a_run_continues_on_another_layout() -> None:
     assert [i for part in parts for step in part for b in step for i in b["sample_ids"].tolist()] == whole
 
 
+def test_a_run_continues_with_another_global_batch() -> None:
+    """Four steps of 24 samples, then steps of 10: none twice, none left out."""
+    sampler = StepBatchSampler(TASK, ORDER, 5, accumulate=2, start_step=4, num_steps=3, start_sample=4 * 24)
+    keys = [key for batch in sampler for key in batch]
+    assert [key.sample_id for key in keys] == list(range(96, 126))
+    assert [key.dataset_index for key in keys] == ORDER(range(96, 126)).tolist()
+    assert sorted({key.step for key in keys}) == [4, 5, 6]
+
+
 def test_a_run_without_end() -> None:
     sampler = StepBatchSampler(TASK, ORDER, 5, start_step=10**12)
     first = next(iter(sampler))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmstack.errors import UserError
 from llmstack.model.norms.bhyt_star import BHyTStar, BoundedTanh, Statistics
+from llmstack.model.norms.method import Gather, whole
 
 if TYPE_CHECKING:
     from llmstack.model.attention import Attention
@@ -80,24 +81,26 @@ class BHyT(BHyTStar):
     def mlp_norm(self, config: ModelConfig, layer: int) -> nn.Module:
         return SecondBHyT(config.hidden_size, self.lambda_mlp, self.kappa, self.trainable_lambda, self.mu_term)
 
-    def initialise(self, model: Llama) -> None:
+    def initialise(self, model: Llama, gather: Gather = whole) -> None:
         """c_attn of the initialised weights (the released code took it before the initialisation)."""
-        self.refresh(model)
+        self.refresh(model, gather)
 
-    def after_step(self, model: Llama, step: int, max_steps: int) -> None:
+    def after_step(self, model: Llama, step: int, max_steps: int, gather: Gather = whole) -> None:
         """Refresh c_attn every clamp(max_steps // 50, 1, 1000) steps."""
         if step % refresh_interval(max_steps) == 0:
-            self.refresh(model)
+            self.refresh(model, gather)
 
     @torch.no_grad()
-    def refresh(self, model: Llama) -> None:
+    def refresh(self, model: Llama, gather: Gather = whole) -> None:
         """Recompute c_attn of every block from its present weights."""
         length = self.train_length or PUBLISHED_TRAIN_LENGTH
         for block in model.blocks:
             site = block.attention_norm
             assert isinstance(site, FirstBHyT)
-            gain = value_output_gain(block.attention)
-            site.c_attn.copy_(gain / (length * block.attention.o_proj.weight.shape[0]))
+            attention = block.attention
+            with gather([attention.v_proj.weight, attention.o_proj.weight]):
+                gain = value_output_gain(attention)
+                site.c_attn.copy_(gain / (length * attention.o_proj.weight.shape[0]))
             site.train_length.fill_(length)
 
 

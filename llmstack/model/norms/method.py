@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from llmstack.model.config import ModelConfig
     from llmstack.model.llama import Llama
+
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
+"""Makes parameters whole inside its context, for reading: a strategy that shards them has its own."""
+
+
+def whole(parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """The :data:`Gather` of a model that is not sharded."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,8 @@ class NormMethod(ABC):
         """On the embedding output."""
         return nn.Identity()
 
-    def initialise(self, model: Llama) -> None:  # noqa: B027 - most methods have nothing to do
-        """Called once the weights have been initialised: compute what depends on them."""
+    def initialise(self, model: Llama, gather: Gather = whole) -> None:  # noqa: B027 - most methods have nothing to do
+        """Called once the weights have been initialised: compute what depends on them (read within ``gather``)."""
 
-    def after_step(self, model: Llama, step: int, max_steps: int) -> None:  # noqa: B027
-        """Called after optimiser step ``step`` (from 1) of ``max_steps`` was really applied."""
+    def after_step(self, model: Llama, step: int, max_steps: int, gather: Gather = whole) -> None:  # noqa: B027
+        """Called on every rank after optimiser step ``step`` (from 1) of ``max_steps`` was really applied."""

@@ -2,117 +2,158 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 
-from llmstack.checkpoint import Checkpoint, RunFolder, write_checkpoint
-from llmstack.errors import UserError
+from llmstack.checkpoint import BackgroundWriter, Checkpoint, RunFolder, write_checkpoint
+from llmstack.checkpoint.ranks import on_every_rank
+from llmstack.errors import Stopped, UserError
+from llmstack.training.callbacks.guards import SkippedSteps, set_counters
 from llmstack.training.callbacks.metrics import Metrics
+from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.datamodule import LanguageData
+from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel
-from llmstack.training.optim import optimizer_tensors, restore_optimizer
+from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
+from llmstack.training.state import restore_masters, restore_state, share_of_state
 
 
-class Checkpointing(L.Callback):
+class Checkpointing(StepCallback):
     """Saves when due and once at the end; restores before the first step.
 
-    The learning rate, the order of the data and every random number are functions of the step, so the step itself,
-    the weights and the optimiser state are all there is to save.
+    The learning rate, the order of the data and every random number are functions of the step, so the steps made and
+    skipped, the samples seen, the weights and the optimiser state are all there is to save. Training waits while they
+    are copied to host memory; a thread writes the copy. This callback must come last: what others do at a step is in
+    its checkpoint.
     """
 
-    def __init__(self, run: RunFolder, config: RunConfig, metrics: Metrics) -> None:
-        self.run, self.config, self.metrics = run, config, metrics
-        self._saved_step = 0
-        self._saved_at = time.monotonic()
-        self._step = 0
+    def __init__(
+        self, run: RunFolder, config: RunConfig, ranks: Ranks, metrics: Metrics, skipped: SkippedSteps, log: EventLog
+    ) -> None:
+        self.run, self.config, self.ranks, self.metrics = run, config, ranks, metrics
+        self.skipped, self.log = skipped, log
+        self._writer, self._writing_ranks = BackgroundWriter(), Ranks()
+        self._saved_step, self._saved_at = 0, time.monotonic()
+        self._best = math.inf
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Continue from the checkpoint whose weights the module was built with."""
         assert isinstance(pl_module, LanguageModel)
+        self._writing_ranks.connect()
         if pl_module.resume_from is not None:
             self._restore(trainer, pl_module, pl_module.resume_from)
-        self._step = self._saved_step = trainer.global_step
+        elif pl_module.initial_weights is not None:
+            restore_masters(pl_module, trainer.optimizers[0], pl_module.initial_weights)
 
     def _restore(self, trainer: L.Trainer, module: LanguageModel, checkpoint: Checkpoint) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        saved, present = checkpoint.state["data"], _data_state(trainer, data)
+        data: LanguageData = trainer.datamodule  # type: ignore[attr-defined]
+        state = checkpoint.state
+        saved, present = state["data"], _data_state(data)
         for name in present:
             if saved[name] != present[name]:
                 raise UserError(
                     f"{checkpoint.path} was trained on other data: its {name} is {saved[name]}, now {present[name]}; "
-                    "use the same data and batch, or another --run.dir"
+                    "use the same data, or another --run.dir"
                 )
-        restore_optimizer(module.decoder, trainer.optimizers[0], checkpoint.optimizer())
-        self.metrics.tokens_seen = checkpoint.state["tokens_seen"]
-        # Lightning's counters: steps made, and batches seen (they decide when a validation is due).
-        loop = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization.optim_progress.optimizer.step.total.completed = checkpoint.step
-        loop.automatic_optimization.optim_progress.optimizer.step.total.ready = checkpoint.step
-        loop._batches_that_stepped = checkpoint.step
-        batches = checkpoint.step * trainer.accumulate_grad_batches
-        for counter in ("ready", "started", "processed", "completed"):
-            setattr(loop.batch_progress.total, counter, batches)
+        then, now = state["samples_per_step"], data.samples_per_step(trainer)
+        if then != now:
+            self.log.say(
+                f"step {checkpoint.step}: from here a step has {now} samples, not {then}; the learning rate stays that "
+                "of the step"
+            )
+        restore_state(module, trainer.optimizers[0], checkpoint)
+        self.metrics.tokens_seen = state["tokens_seen"]
+        self.skipped.total = state["skipped_steps"]
+        data.first_step, data.first_sample = checkpoint.step + self.skipped.total, state["samples_seen"]
+        best = self.run.best_checkpoint()
+        self._best = best.state["val_loss"] if best is not None else math.inf
+        self._saved_step = checkpoint.step
+        set_counters(trainer, checkpoint.step)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Save after a step, unless its validation comes first."""
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
-        if not self.config.validation_due(self._step):
-            self._save_if_due(trainer, pl_module)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save after the validation of a step, so that a resumed run need not repeat it."""
-        if trainer.state.fn == "fit":
-            self._save_if_due(trainer, pl_module)
+    def on_step_end(self, trainer: L.Trainer, module: LanguageModel, batch: dict[str, Any]) -> None:
+        """Save where it is due."""
+        step = trainer.global_step
+        result = self.metrics.validated_at(step)
+        is_best = self.config.keep_best and result is not None and result < self._best
+        if is_best and result is not None:
+            self._best = result
+        if is_best or self._due_by_step(step) or self._due_by_time():
+            self._save(trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The final checkpoint."""
-        if trainer.global_step > self._saved_step:
-            self._save(trainer, pl_module)
-
-    def _save_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        minutes = self.config.checkpoint_every_minutes
-        by_step = self.config.checkpoint_every and self._step % self.config.checkpoint_every == 0
-        by_time = minutes and time.monotonic() - self._saved_at > 60 * minutes
-        if by_step or by_time:
-            self._save(trainer, pl_module)
-
-    def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The final checkpoint, on disk before the run ends."""
         assert isinstance(pl_module, LanguageModel)
+        # Once more at the same step where others were skipped since: how many is part of the state.
+        if trainer.global_step > self._saved_step or (trainer.global_step and self.skipped.in_a_row):
+            self._save(trainer, pl_module)
+        with _failing_alike():
+            self._writer.wait()
+
+    def _due_by_step(self, step: int) -> bool:
+        every = (self.config.checkpoint_every, self.config.keep_every)
+        return any(steps and step % steps == 0 for steps in every)
+
+    def _due_by_time(self) -> bool:
+        minutes = self.config.checkpoint_every_minutes
+        # The clocks of the ranks differ; the first one's counts.
+        return bool(minutes and self.ranks.from_first(time.monotonic() - self._saved_at > 60 * minutes))
+
+    def _save(self, trainer: L.Trainer, module: LanguageModel) -> None:
         self.metrics.flush(trainer)
-        step = trainer.global_step
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        tokenizer = self.run.path / "tokenizer"
-        write_checkpoint(
-            self.run.checkpoint_path(step),
-            step=step,
-            config=pl_module.config.to_dict(),
-            weights=pl_module.decoder.state_dict(),
-            optimizer=optimizer_tensors(pl_module.decoder, trainer.optimizers[0]),
-            state={
-                "tokens_seen": self.metrics.tokens_seen,
-                "max_steps": trainer.max_steps,
-                "seed": pl_module.seed,
-                "data": _data_state(trainer, data),
-            },
-            tokenizer=tokenizer if tokenizer.is_dir() else None,
-        )
-        self.run.prune(self.config.keep_checkpoints)
+        step, data = trainer.global_step, trainer.datamodule  # type: ignore[attr-defined]
+        weights, optimizer = share_of_state(module, trainer.optimizers[0], self.ranks)
+        state: dict[str, Any] = {
+            "tokens_seen": self.metrics.tokens_seen,
+            "max_steps": trainer.max_steps,
+            "seed": module.seed,
+            "skipped_steps": self.skipped.total,
+            "samples_seen": data.samples_seen(step + self.skipped.total),
+            "samples_per_step": data.samples_per_step(trainer),
+            "data": _data_state(data),
+        }
+        if (val_loss := self.metrics.validated_at(step)) is not None:
+            state["val_loss"] = val_loss
+        tokenizer: Path = self.run.path / "tokenizer"
+
+        def write() -> None:
+            write_checkpoint(
+                self.run.checkpoint_path(step),
+                step=step,
+                config=module.config.to_dict(),
+                weights=weights,
+                optimizer=optimizer,
+                state=state,
+                tokenizer=tokenizer if tokenizer.is_dir() else None,
+                ranks=self._writing_ranks,
+            )
+            on_every_rank(self._writing_ranks, self.run.path, prune)
+
+        def prune() -> None:
+            if self._writing_ranks.is_first:
+                self.run.prune(self.config.keep_checkpoints, self.config.keep_every, self.config.keep_best)
+
+        with _failing_alike():
+            self._writer.submit(write)
         self._saved_step, self._saved_at = step, time.monotonic()
         self.metrics.restart_clock()
 
 
-def _data_state(trainer: L.Trainer, data: LanguageData) -> dict[str, Any]:
+@contextmanager
+def _failing_alike() -> Iterator[None]:
+    """What could not be written ends all ranks, at the same point of each: one of them says why."""
+    try:
+        yield
+    except UserError as error:
+        raise Stopped(str(error), status=2) from error
+
+
+def _data_state(data: LanguageData) -> dict[str, Any]:
     """What makes up the sequence of samples: a resumed run must find the same."""
-    return {
-        "fingerprint": data.fingerprint,
-        "block_size": data.block_size,
-        "order_seed": data.seed,
-        "samples_per_step": data.micro_batch_size * trainer.accumulate_grad_batches * trainer.world_size,
-    }
+    return {"fingerprint": data.fingerprint, "block_size": data.block_size, "order_seed": data.seed}

@@ -4,21 +4,14 @@ from typing import Any
 
 import lightning as L
 
+from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.module import LanguageModel
 
 
-class NormLife(L.Callback):
-    """Calls the norm method after each optimiser step that was applied."""
+class NormLife(StepCallback):
+    """Calls the norm method after each optimiser step that was applied, once and not per micro-batch."""
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Resumed runs start where their counters stand."""
-        self._last_step = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Step the life once per optimiser step, not once per micro-batch."""
-        assert isinstance(pl_module, LanguageModel)
-        if trainer.global_step > self._last_step:
-            self._last_step = trainer.global_step
-            pl_module.config.norm_method.after_step(pl_module.decoder, trainer.global_step, trainer.max_steps)
+    def on_step_end(self, trainer: L.Trainer, module: LanguageModel, batch: dict[str, Any]) -> None:
+        """Step the life."""
+        step, steps = trainer.global_step, trainer.max_steps
+        module.config.norm_method.after_step(module.decoder, step, steps, module.gather)

@@ -67,10 +67,8 @@ class ProgressDisplay(L.Callback):
         self._shown_step = row["step"]
         # The time left is reckoned from the end of the first step, which compiles.
         self._began = self._began or (time.monotonic(), row["step"])
-        text = (
-            f"loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  "
-            f"{row['tokens_per_second']:,.0f} tokens/s  {row['tokens_seen']:,} tokens"
-        )
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s  " if "tokens_per_second" in row else ""
+        text = f"loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  {speed}{row['tokens_seen']:,} tokens"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], description=text)
         elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:

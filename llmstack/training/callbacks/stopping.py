@@ -4,44 +4,66 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import lightning as L
 
+from llmstack.training.callbacks.step import StepCallback
+from llmstack.training.module import LanguageModel
+from llmstack.training.ranks import Ranks
 
-class StopOnSignal(L.Callback):
+
+class StopOnSignal(StepCallback):
     """SIGTERM and Ctrl-C end the run after the present step, with a checkpoint; a second one ends it at once.
 
-    Nothing is done inside the handler: it may interrupt a backward pass or a write.
+    Nothing is done inside the handler: it may interrupt a backward pass, a collective or a write. All ranks stop at
+    the same step, whichever of them was signalled.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.received: signal.Signals | None = None
-        self._step = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._speaks = True
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the signals over from Lightning, which would raise in the middle of things and save nothing."""
-        self._step = trainer.global_step
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+    @contextmanager
+    def listening(self, trainer: L.Trainer) -> Iterator[None]:
+        """Note signals inside the context, which reaches from before the first step to after the last checkpoint.
+
+        Lightning's own handlers stay out: in the midst of whatever is interrupted, they exchange a message between the
+        ranks or save.
+        """
+        self._speaks = trainer.is_global_zero
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         signal.signal(number, signal.SIG_DFL)
-        print(f"{self.received.name}: stopping after this step (once more: at once)", file=sys.stderr, flush=True)
+        if self._speaks:
+            text = f"{self.received.name}: stopping when the step is done (once more: at once)"
+            print(text, file=sys.stderr, flush=True)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make no step at all if a signal came before."""
+        super().on_train_start(trainer, pl_module)
+        self._stop_if_any_was_signalled(trainer)
+
+    def on_step_end(self, trainer: L.Trainer, module: LanguageModel, batch: dict[str, Any]) -> None:
         """Stop between two optimiser steps, never between two micro-batches of one."""
-        if trainer.global_step > self._step:
-            self._step = trainer.global_step
-            trainer.should_stop = trainer.should_stop or self.received is not None
+        self._stop_if_any_was_signalled(trainer)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def _stop_if_any_was_signalled(self, trainer: L.Trainer) -> None:
+        number = int(self.ranks.max([self.received or 0])[0])
+        if number:
+            self.received = signal.Signals(number)
+            trainer.should_stop = True
