@@ -82,8 +82,8 @@ class StepBatchSampler(Sampler[list[SampleKey]]):
     A step takes the next G samples of the run, where G is micro_batch_size times accumulate times world_size, dealt in
     runs of ``micro_batch_size``: to the ranks first, then to the next micro-batch. So the sequence of global batches
     depends on G alone; a run continues at ``start_step`` and ``start_sample`` on another number of ranks, and with
-    another G no sample is seen twice or left out (default: G was the same in all steps before). Without ``num_steps`` it has no end and no length; else it is that
-    many steps long.
+    another G no sample is seen twice or left out (default: G was the same in all steps before). Without ``num_steps``
+    it has no end and no length; else it is that many steps long.
     """
 
     def __init__(

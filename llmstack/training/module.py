@@ -21,6 +21,7 @@ from llmstack.model import Llama, ModelConfig
 from llmstack.model.compile import compile_model
 from llmstack.model.norms.method import Gather, whole
 from llmstack.model.recompute import recompute_of_layer
+from llmstack.training.extension_builds import building_extensions
 from llmstack.training.optim import OptimizerConfig, build_optimizer, clip_gradients
 from llmstack.training.step import micro_batch_loss, random_seed, token_losses
 from llmstack.training.strategies import Zero
@@ -149,7 +150,8 @@ class LanguageModel(L.LightningModule):
         if self.zero is not None and self.zero.offload:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-            return build_optimizer(self.decoder, self.optimizer_config, partial(DeepSpeedCPUAdam, adamw_mode=True))
+            with building_extensions():
+                return build_optimizer(self.decoder, self.optimizer_config, partial(DeepSpeedCPUAdam, adamw_mode=True))
         return build_optimizer(self.decoder, self.optimizer_config)
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -126,9 +125,9 @@ class Zero(DeepSpeedStrategy):
         if not torch.cuda.is_available():
             # DeepSpeed looks at this once, when it is first imported.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if shutil.which("ninja") is None:
-            # It builds extensions with ninja, which lies beside this Python also where that was started by its path.
-            os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        # DeepSpeed builds with the ninja that lies beside this Python, which need not be on PATH; and with another
+        # version's in its place it would build everything anew.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         super().__init__(config={})
         self.stage, self.offload = stage, offload
         self.extra = _read_settings(config)
@@ -186,7 +185,8 @@ class Zero(DeepSpeedStrategy):
         """Join the process group."""
         reset_seed()
         self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        with building_extensions():
+            self._init_deepspeed_distributed()
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None

@@ -229,7 +229,7 @@ class Watchdog:
         running = {rank: report for rank, report in enumerate(self._reports) if report and report.state == "running"}
         if in_grace or any(self._silence(rank) > 3 * INTERVAL for rank in running):
             return ""  # one is failing, or dying perhaps: no wonder if others stand still
-        idle = {rank: report.idle + self._silence(rank) for rank, report in running.items()}
+        idle = {rank: report.idle for rank, report in running.items()}
         if not idle or max(idle.values()) <= self.hang_seconds:
             return ""
         # Those who wait for the one that hangs reach the bound moments after it: it is the one that has done least.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -51,23 +52,34 @@ EXACT = ("step", "tokens_seen", "loss", "learning_rate", "grad_norm", "val_loss"
 class Job:
     """A ``fit`` that has been started; use it in a ``with`` block, after which nothing of it is left."""
 
-    def __init__(self, run: Path, *arguments: str, base: Sequence[str] = TINY, **variables: str) -> None:
+    def __init__(
+        self, run: Path, *arguments: str, base: Sequence[str] = TINY, output: Path | None = None, **variables: str
+    ) -> None:
         self.run = run
         command = [sys.executable, "-m", "llmstack", "fit", *base, *arguments, "--run.dir", str(run)]
-        paths = {"PYTHONPATH": str(ROOT), **variables}
-        self._output = run.with_name(f"{run.name}-output-{time.monotonic_ns()}")
-        with self._output.open("w") as output:
+        self._output = (output or run.parent) / f"{run.name}-output-{time.monotonic_ns()}"
+        with self._output.open("w") as file:
             self.process = subprocess.Popen(
-                command, cwd=run.parent, env=environment() | paths, stdout=output, stderr=subprocess.STDOUT
+                command,
+                cwd=run.parent,
+                env={**environment(), "PYTHONPATH": str(ROOT), **variables},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *reason: Any) -> None:
-        for pid in self.processes().values():
-            os.kill(pid, signal.SIGKILL)
-        self.process.kill()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the job and all that they have started, as a scheduler does."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(int(folder.name)) == self.process.pid:
+                    os.kill(int(folder.name), signal.SIGKILL)
         self.process.wait(timeout=30)
 
     @property
@@ -118,9 +130,9 @@ class Job:
         return status if status >= 0 else 128 - status
 
 
-def finished(run: Path, *arguments: str, base: Sequence[str] = TINY, timeout: float = 300, **variables: str) -> Job:
+def finished(run: Path, *arguments: str, timeout: float = 300, **options: Any) -> Job:
     """A run that has ended well."""
-    with Job(run, *arguments, base=base, **variables) as job:
+    with Job(run, *arguments, **options) as job:
         assert job.end(timeout) == 0, job.output
     return job
 

@@ -32,6 +32,7 @@ def test_a_run_stopped_under_zero2_goes_on_under(others: list[str], tmp_path: Pa
     )
     same = [*STEPS, *LAYOUTS["zero2 on 2"], *told]
     finished(tmp_path / "whole", *same, *DROPOUT)
+    assert forget_samples(tmp_path) == list(range(4 * 12))
     weights = [(tmp_path / f"weights-{rank}").read_text() for rank in (0, 1)]
     assert weights[0] == weights[1]
 

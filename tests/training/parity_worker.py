@@ -1,4 +1,4 @@
-"""Small training runs under every strategy, whose insides the tests compare: ``run_jobs`` starts them.
+"""Small training runs under every strategy, whose insides the tests compare: ``make_jobs`` starts them.
 
 Importing DeepSpeed takes longer than such a run, so one process of each rank makes many of them, one after the other:
 ``python -m tests.training.parity_worker FOLDER`` makes those of ``FOLDER/jobs.json`` and leaves what it saw in
@@ -41,6 +41,7 @@ from tests.training.launch import run_ranks
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3_offload"]
 Precision = Literal["32-true", "bf16-mixed"]
 VOCABULARY = 63
+JOBS = "jobs.json"
 SHARD_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 Tensors = dict[str, Tensor]
@@ -100,19 +101,30 @@ class Seen:
     """As ``final``, of the run that went on from the checkpoint."""
 
 
-def run_jobs(folder: Path, jobs: Sequence[Job], timeout: float = 300) -> dict[Job, list[Seen]]:
-    """Make all of ``jobs`` and return what each rank saw; those of a single process come first, without a group."""
-    seen: dict[Job, list[Seen]] = {}
+def make_jobs(folder: Path, jobs: Sequence[Job], timeout: float) -> None:
+    """Make all of ``jobs``: first, without a process group, those of a single process, then those of two ranks.
+
+    Args:
+        folder: for what they leave; see :func:`read_jobs`.
+        jobs: all different.
+        timeout: seconds for each of the two kinds.
+    """
     for ranks in (1, 2):
         part = [job for job in jobs if (job.strategy == "single") == (ranks == 1)]
-        if not part:
-            continue
-        place = folder / f"ranks-{ranks}"
-        place.mkdir()
-        (place / "jobs.json").write_text(json.dumps([asdict(job) for job in part]))
-        run_ranks("tests.training.parity_worker", str(place), ranks=ranks, timeout=timeout)
-        of_rank = [torch.load(place / f"seen-{rank}.pt", weights_only=False) for rank in range(ranks)]
-        seen |= {job: [Seen(**one[index]) for one in of_rank] for index, job in enumerate(part)}
+        if part:
+            place = folder / f"ranks-{ranks}"
+            place.mkdir(parents=True)
+            (place / JOBS).write_text(json.dumps([asdict(job) for job in part]))
+            run_ranks("tests.training.parity_worker", str(place), ranks=ranks, timeout=timeout)
+
+
+def read_jobs(folder: Path) -> dict[Job, list[Seen]]:
+    """What each rank saw of the jobs made in ``folder``."""
+    seen: dict[Job, list[Seen]] = {}
+    for place in sorted(folder.glob("ranks-*")):
+        jobs = [Job(**values) for values in json.loads((place / JOBS).read_text())]
+        of_rank = [torch.load(path, weights_only=False) for path in sorted(place.glob("seen-*.pt"))]
+        seen |= {job: [Seen(**one[index]) for one in of_rank] for index, job in enumerate(jobs)}
     return seen
 
 
@@ -375,7 +387,7 @@ def train(job: Job, checkpoint: Path, resume: bool = False) -> Seen:
 def main(folder: Path) -> None:
     """All jobs of ``folder``."""
     quiet_libraries()
-    jobs = [Job(**values) for values in json.loads((folder / "jobs.json").read_text())]
+    jobs = [Job(**values) for values in json.loads((folder / JOBS).read_text())]
     seen = [vars(run_job(job, folder / f"job-{number}")) for number, job in enumerate(jobs)]
     torch.save(seen, folder / f"seen-{os.environ['RANK']}.pt")
 

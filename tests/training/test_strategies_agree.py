@@ -1,11 +1,13 @@
 """One process, DDP and ZeRO 1 to 3 make the same run, whatever is compiled, recomputed or accumulated.
 
 Small models whose sizes two ranks cannot divide, on the copy task, whose samples differ in the number of tokens that
-count. The same samples make up a step under every strategy.
+count. The same samples make up a step under every strategy. What CI runs is made at one start of each rank.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -18,18 +20,58 @@ import torch
 from torch import Tensor
 
 from llmstack.model.norms.registry import METHODS
-from tests.training.parity_worker import Job, Precision, Seen, Strategy, run_jobs
+from tests.training.parity_worker import Job, Precision, Seen, Strategy, make_jobs, read_jobs
+
+pytestmark = pytest.mark.timeout(1500)
 
 MANY_RANKS: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 Results = dict[Job, list[Seen]]
+
+SGD = [*(Job(norm=norm) for norm in sorted(METHODS)), Job(norm="bhyt", accumulate=4, tied=False)]
+ADAMW = [Job(norm="rmsnorm", optimizer="adamw", accumulate=4), Job(norm="bhyt", optimizer="adamw", tied=False)]
+
+EVERY_SGD = [
+    Job(norm=norm, accumulate=accumulate, tied=tied)
+    for norm, accumulate, tied in product(sorted(METHODS), (1, 4), (True, False))
+]
+EVERY_ADAMW = [replace(job, optimizer="adamw") for job in EVERY_SGD]
+
+BF16 = Job(strategy="zero2", norm="bhyt", precision="bf16-mixed", optimizer="adamw", steps=100)
+AT_ONCE, ACCUMULATED = replace(BF16, micro_batch_size=16), replace(BF16, micro_batch_size=2, accumulate=8)
+
+COUNTED = [
+    Job(strategy, optimizer="adamw", precision="bf16-mixed", steps=1, accumulate=3, micro_batch_size=3, valid_tokens=n)
+    for strategy, n in (("zero2", 257), ("zero2", 16_385), ("zero3", 16_385))
+]
+
+SAVED = [
+    Job(strategy, norm="bhyt", optimizer="adamw", precision=precision, steps=4, save_at=2)
+    for strategy, precision in product(MANY_RANKS, get_args(Precision))
+]
+
+EVERY_WAY = [
+    Job(strategy, norm=norm, activation_checkpointing=setting, compile=compile, steps=3, clip=None)
+    for compile, norm, setting, strategy in product(
+        (False, True), ("bhyt", "rmsnorm"), ("none", "full", 2, "selective"), ("zero1", "zero2", "zero3")
+    )
+]
+SOME_WAYS = [
+    job
+    for job in EVERY_WAY
+    if job.norm == "bhyt"
+    and (
+        (job.strategy != "zero1" and not job.compile)
+        or (job.compile and (job.strategy, job.activation_checkpointing) in (("zero2", "full"), ("zero3", "selective")))
+    )
+]
 
 
 def under_all(*jobs: Job) -> list[Job]:
     return [replace(job, strategy=strategy) for strategy in ("single", *MANY_RANKS) for job in jobs]
 
 
-def alone(job: Job) -> Job:
-    """The same run, plainly, in one process."""
+def plain(job: Job) -> Job:
+    """The same run in one process, neither compiled nor recomputed."""
     return replace(job, strategy="single", compile=False, activation_checkpointing="none")
 
 
@@ -91,19 +133,21 @@ def check_shards(seen: list[Seen]) -> None:
             assert parameter == 0, name
 
 
-SGD = [*(Job(norm=norm) for norm in sorted(METHODS)), Job(norm="bhyt", accumulate=4, tied=False)]
-ALL_SGD = [
-    Job(norm=norm, accumulate=accumulate, tied=tied)
-    for norm, accumulate, tied in product(sorted(METHODS), (1, 4), (True, False))
-]
-ADAMW = [
-    Job(norm="bhyt", optimizer="adamw", tied=False),
-    Job(norm="rmsnorm", optimizer="adamw", accumulate=4),
-]
-ALL_ADAMW = [replace(job, optimizer="adamw") for job in ALL_SGD]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Of all runs that CI makes; once, also where pytest-xdist gives the tests to several workers."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / "strategies"
+    jobs = [*under_all(*SGD, *ADAMW), AT_ONCE, ACCUMULATED, *COUNTED, *SAVED, *with_references(SOME_WAYS)]
+    with (base / "strategies.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            make_jobs(folder, jobs, timeout=1200)
+    return read_jobs(folder)
 
 
-def check_all(results: Results, strategy: Strategy, jobs: Sequence[Job]) -> None:
+def check_runs(results: Results, strategy: Strategy, jobs: Sequence[Job]) -> None:
     for job in jobs:
         seen, reference = results[replace(job, strategy=strategy)], results[job]
         if job.optimizer == "sgd":
@@ -115,28 +159,16 @@ def check_all(results: Results, strategy: Strategy, jobs: Sequence[Job]) -> None
             check_shards(seen)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_jobs(tmp_path_factory.mktemp("parity"), under_all(*SGD, *ADAMW))
-
-
 @pytest.mark.parametrize("strategy", MANY_RANKS)
 def test_gradients_norms_weights_and_losses_are_those_of_one_process(results: Results, strategy: Strategy) -> None:
-    check_all(results, strategy, [*SGD, *ADAMW])
+    check_runs(results, strategy, [*SGD, *ADAMW])
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
 def test_the_same_with_every_norm_accumulated_or_not_tied_or_not(tmp_path: Path) -> None:
-    results = run_jobs(tmp_path, under_all(*ALL_SGD, *ALL_ADAMW), timeout=1500)
+    make_jobs(tmp_path, under_all(*EVERY_SGD, *EVERY_ADAMW), timeout=1300)
     for strategy in MANY_RANKS:
-        check_all(results, strategy, [*ALL_SGD, *ALL_ADAMW])
-
-
-BF16 = Job(strategy="zero2", norm="bhyt", precision="bf16-mixed", optimizer="adamw", steps=100, tied=False)
-GLOBAL_BATCH = {
-    accumulate: replace(BF16, accumulate=accumulate, micro_batch_size=16 // accumulate) for accumulate in (1, 8)
-}
+        check_runs(read_jobs(tmp_path), strategy, [*EVERY_SGD, *EVERY_ADAMW])
 
 
 def last_twenty(seen: Sequence[Seen]) -> float:
@@ -144,114 +176,98 @@ def last_twenty(seen: Sequence[Seen]) -> float:
     return float(loss(seen)[-20:].mean())
 
 
-def test_bf16_accumulated_or_at_once_trains_alike(tmp_path: Path) -> None:
-    """8 micro-batches, or one 8 times as large: fp32 accumulation loses nothing that shows after 100 steps."""
-    results = run_jobs(tmp_path, list(GLOBAL_BATCH.values()))
-    at_once, accumulated = (results[GLOBAL_BATCH[accumulate]] for accumulate in (1, 8))
-    assert loss(accumulated)[0] == pytest.approx(float(loss(at_once)[0]), rel=1e-3)
-    assert loss(accumulated).tolist() != loss(at_once).tolist()
+def test_bf16_accumulated_or_at_once_trains_alike(results: Results) -> None:
+    """8 micro-batches, or one 8 times as large: accumulation in fp32 loses nothing that shows after 100 steps."""
+    at_once, accumulated = results[AT_ONCE], results[ACCUMULATED]
     assert last_twenty(at_once) < float(loss(at_once)[0]) - 0.3
+    assert loss(accumulated).tolist() != loss(at_once).tolist()
     assert last_twenty(accumulated) == pytest.approx(last_twenty(at_once), rel=3e-3)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
 def test_bf16_accumulation_is_within_the_spread_of_summation_orders(tmp_path: Path) -> None:
-    """The samples of each step in five orders: the losses at once and those accumulated overlap.
+    """The samples of each step in five orders: the losses of those made at once and of those accumulated overlap.
 
     Five and five numbers of one distribution lie apart by chance once in 126 times.
     """
-    orders = {key: [replace(job, order=order) for order in range(5)] for key, job in GLOBAL_BATCH.items()}
-    results = run_jobs(tmp_path, [*orders[1], *orders[8]], timeout=1500)
-    at_once, accumulated = ([last_twenty(results[job]) for job in orders[key]] for key in (1, 8))
-    assert max(at_once) > min(at_once)
-    assert max(min(at_once), min(accumulated)) < min(max(at_once), max(accumulated)), (at_once, accumulated)
+    kinds = [[replace(job, order=order) for order in range(5)] for job in (AT_ONCE, ACCUMULATED)]
+    make_jobs(tmp_path, [*kinds[0], *kinds[1]], timeout=1300)
+    results = read_jobs(tmp_path)
+    at_once, accumulated = ([last_twenty(results[job]) for job in jobs] for jobs in kinds)
+    assert len({*at_once, *accumulated}) > 5, "another order was meant to round otherwise"
+    assert min(at_once) <= max(accumulated), (at_once, accumulated)
+    assert min(accumulated) <= max(at_once), (at_once, accumulated)
 
 
-def test_the_normaliser_is_exact_in_bf16(tmp_path: Path) -> None:
-    """257 and 16,385 valid tokens, which bf16 does not know: a loss divided by 256 or 16,384 would be off by more."""
-    common = Job(optimizer="adamw", steps=2, precision="bf16-mixed", accumulate=3, micro_batch_size=3)
-    jobs = [
-        replace(common, strategy=strategy, valid_tokens=count)
-        for strategy, count in product(("zero1", "zero2", "zero3"), (257, 16_385))
-    ]
-    results = run_jobs(tmp_path, jobs)
-    for job, seen in results.items():
-        assert all(one.normalisers == [("torch.int64", job.valid_tokens)] * 6 for one in seen)
-        assert [sum(tokens) for tokens in zip(*(one.own_tokens for one in seen), strict=True)] == [job.valid_tokens] * 2
-        expected = torch.tensor([one.recomputed_losses for one in seen], dtype=torch.float64).sum(0)
-        torch.testing.assert_close(loss(seen), expected, rtol=2e-6, atol=0)
+@pytest.mark.parametrize("job", COUNTED, ids=lambda job: f"{job.strategy}-{job.valid_tokens}")
+def test_the_normaliser_is_exact_in_bf16(results: Results, job: Job) -> None:
+    """257 and 16,385 are no bf16 numbers: a loss divided by 256 or 16,384 would be off by 30 times the tolerance."""
+    seen = results[job]
+    assert all(one.normalisers == [("torch.int64", job.valid_tokens)] * job.accumulate for one in seen)
+    assert sum(one.own_tokens[0] for one in seen) == job.valid_tokens
+    by_hand = torch.tensor([one.recomputed_losses for one in seen], dtype=torch.float64).sum(0)
+    torch.testing.assert_close(loss(seen), by_hand, rtol=2e-6, atol=0)
 
 
-SHORT = Job(steps=3, clip=None)
-COMBINATIONS = [
-    replace(SHORT, strategy=strategy, norm=norm, activation_checkpointing=setting, compile=compiled)
-    for compiled, norm, setting, strategy in product(
-        (False, True), ("bhyt", "rmsnorm"), ("none", "full", 2, "selective"), ("zero1", "zero2", "zero3")
-    )
-]
-QUICK = [
-    *(job for job in COMBINATIONS if job.norm == "bhyt" and not job.compile and job.strategy != "zero1"),
-    *(
-        replace(SHORT, strategy="zero3", norm="bhyt", activation_checkpointing=setting, compile=True)
-        for setting in ("none", "selective")
-    ),
-]
+def with_references(jobs: Sequence[Job]) -> list[Job]:
+    return [*dict.fromkeys(map(plain, jobs)), *jobs]
 
 
-def check_compiled_and_recomputed(folder: Path, jobs: Sequence[Job], timeout: float) -> None:
-    results = run_jobs(folder, [*{alone(job) for job in jobs}, *jobs], timeout=timeout)
-    for job in jobs:
-        seen, reference = results[job], results[alone(job)]
-        assert len(seen[0].losses) == 3
-        torch.testing.assert_close(
-            loss(seen), loss(reference), rtol=1e-5, atol=0, msg=lambda text, job=job: f"{job}: {text}"
-        )
-        assert worst(seen[0].gradients, reference[0].gradients) < (1e-5, "")
+def check_way(job: Job, results: Results) -> None:
+    seen, reference = results[job], results[plain(job)]
+    assert len(seen[0].losses) == 3
+    torch.testing.assert_close(loss(seen), loss(reference), rtol=1e-5, atol=0)
+    assert worst(seen[0].gradients, reference[0].gradients) < (1e-5, "")
+    assert worst(seen[0].final, reference[0].final) < (1e-5, "")
 
 
-@pytest.mark.timeout(900)
-def test_sharded_compiled_and_recomputed_is_plain(tmp_path: Path) -> None:
-    check_compiled_and_recomputed(tmp_path, QUICK, timeout=800)
+@pytest.mark.parametrize(
+    "job", SOME_WAYS, ids=lambda job: f"{job.strategy}-{'compiled' * job.compile}-{job.activation_checkpointing}"
+)
+def test_compiled_and_recomputed_is_plain(results: Results, job: Job) -> None:
+    check_way(job, results)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_every_stage_compiled_or_not_recomputed_or_not_is_plain(tmp_path: Path) -> None:
-    check_compiled_and_recomputed(tmp_path, COMBINATIONS, timeout=3300)
+    make_jobs(tmp_path, with_references(EVERY_WAY), timeout=3300)
+    results = read_jobs(tmp_path)
+    failed = []
+    for job in EVERY_WAY:
+        try:
+            check_way(job, results)
+        except AssertionError as error:
+            failed.append(f"{job}: {error}")
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
 def test_offload_to_the_host_trains_as_zero3(tmp_path: Path) -> None:
     """DeepSpeed's CPU Adam is compiled at its first use, which takes minutes."""
     jobs = [
-        Job(strategy=strategy, norm="bhyt", optimizer="adamw", steps=3, precision=precision)
-        for strategy, precision in product(("zero3", "zero3_offload"), get_args(Precision))
+        Job("zero3", norm="bhyt", optimizer="adamw", steps=3, precision=precision) for precision in get_args(Precision)
     ]
-    results = run_jobs(tmp_path, jobs, timeout=1500)
-    for job in jobs[:2]:
-        plain, offloaded = results[job], results[replace(job, strategy="zero3_offload")]
-        tolerance = 1e-4 if job.precision == "32-true" else 1e-3
-        torch.testing.assert_close(loss(offloaded), loss(plain), rtol=tolerance, atol=0)
-        assert loss(plain)[2] < loss(plain)[0]
+    offloaded = [replace(job, strategy="zero3_offload") for job in jobs]
+    make_jobs(tmp_path, [*jobs, *offloaded], timeout=1300)
+    results = read_jobs(tmp_path)
+    for ours, theirs in zip(offloaded, jobs, strict=True):
+        torch.testing.assert_close(loss(results[ours]), loss(results[theirs]), rtol=1e-4, atol=0)
+        assert loss(results[theirs])[2] < loss(results[theirs])[0]
 
 
-def test_what_is_saved_is_restored(tmp_path: Path) -> None:
-    """Weights, statistics and optimiser state at each stage, bit for bit, and the steps that follow."""
-    jobs = [
-        Job(strategy=strategy, norm="bhyt", optimizer="adamw", precision=precision, steps=4, save_at=2)
-        for strategy, precision in product(MANY_RANKS, get_args(Precision))
-    ]
-    for job, seen in run_jobs(tmp_path, jobs).items():
-        weights, states = (merged([one.saved[kind] for one in seen]) for kind in (0, 1))
-        assert equal(merged([one.restored[0] for one in seen]), weights), job
-        assert equal(merged([one.restored[1] for one in seen]), states), job
-        assert equal(seen[0].final_again, seen[0].final), job
-        parameters = seen[0].gradients.keys()
-        assert weights.keys() == seen[0].final.keys()
-        assert states.keys() == {f"{name}/{kind}" for name in parameters for kind in ("exp_avg", "exp_avg_sq", "step")}
-        assert all(float(states[f"{name}/step"]) == 2 for name in parameters)
-        assert all(states[f"{name}/{kind}"].any() for name in parameters for kind in ("exp_avg", "exp_avg_sq"))
-        # The fp32 masters, not what was computed with.
-        assert any(not torch.equal(weights[name].bfloat16().float(), weights[name]) for name in parameters)
+@pytest.mark.parametrize("job", SAVED, ids=lambda job: f"{job.strategy}-{job.precision}")
+def test_what_is_saved_is_restored(results: Results, job: Job) -> None:
+    """Weights, statistics and optimiser state, bit for bit, and the steps that follow."""
+    seen = results[job]
+    weights, states = (merged([one.saved[kind] for one in seen]) for kind in (0, 1))
+    assert equal(merged([one.restored[0] for one in seen]), weights)
+    assert equal(merged([one.restored[1] for one in seen]), states)
+    assert equal(seen[0].final_again, seen[0].final)
+    parameters = seen[0].gradients.keys()
+    assert weights.keys() == seen[0].final.keys()
+    assert states.keys() == {f"{name}/{kind}" for name in parameters for kind in ("exp_avg", "exp_avg_sq", "step")}
+    assert all(float(states[f"{name}/step"]) == 2 for name in parameters)
+    assert all(states[f"{name}/{kind}"].any() for name in parameters for kind in ("exp_avg", "exp_avg_sq"))
+    # The fp32 masters, not what was computed with.
+    assert any(not torch.equal(weights[name].bfloat16().float(), weights[name]) for name in parameters)

@@ -35,10 +35,10 @@ class Checkpointing(StepCallback):
     """
 
     def __init__(
-        self, run: RunFolder, config: RunConfig, ranks: Ranks, metrics: Metrics, skipped: SkippedSteps, log: EventLog
+        self, run: RunFolder, config: RunConfig, ranks: Ranks, metrics: Metrics, skipped: SkippedSteps, events: EventLog
     ) -> None:
         self.run, self.config, self.ranks, self.metrics = run, config, ranks, metrics
-        self.skipped, self.log = skipped, log
+        self.skipped, self.events = skipped, events
         self._writer, self._writing_ranks = BackgroundWriter(), Ranks()
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._best = math.inf
@@ -64,7 +64,7 @@ class Checkpointing(StepCallback):
                 )
         then, now = state["samples_per_step"], data.samples_per_step(trainer)
         if then != now:
-            self.log.say(
+            self.events.say(
                 f"step {checkpoint.step}: from here a step has {now} samples, not {then}; the learning rate stays that "
                 "of the step"
             )
@@ -72,8 +72,8 @@ class Checkpointing(StepCallback):
         self.metrics.tokens_seen = state["tokens_seen"]
         self.skipped.total = state["skipped_steps"]
         data.first_step, data.first_sample = checkpoint.step + self.skipped.total, state["samples_seen"]
-        best = self.run.best_checkpoint()
-        self._best = best.state["val_loss"] if best is not None else math.inf
+        best = self.run.best_checkpoint() if self.ranks.is_first else None
+        self._best = self.ranks.from_first(best.state["val_loss"] if best is not None else math.inf)
         self._saved_step = checkpoint.step
         set_counters(trainer, checkpoint.step)
 

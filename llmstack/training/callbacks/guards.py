@@ -25,8 +25,8 @@ class SkippedSteps(L.Callback):
     samples.
     """
 
-    def __init__(self, ranks: Ranks, config: RunConfig, log: EventLog) -> None:
-        self.ranks, self.limit, self.log = ranks, config.abort_after_skipped, log
+    def __init__(self, ranks: Ranks, config: RunConfig, events: EventLog) -> None:
+        self.ranks, self.limit, self.events = ranks, config.abort_after_skipped, events
         self.total = 0
         """Steps skipped since the beginning of the run."""
         self.in_a_row = 0
@@ -55,7 +55,7 @@ class SkippedSteps(L.Callback):
         self.total += 1
         self.in_a_row += 1
         samples = sorted(chain.from_iterable(self.ranks.gather(self._samples)))
-        self.log.say(
+        self.events.say(
             f"step {trainer.global_step + 1} skipped: its gradient is not finite; samples "
             f"{', '.join(map(str, samples))} ({self.in_a_row} in a row, {self.total} in all)"
         )

@@ -1,0 +1,308 @@
+"""What may happen to a run of several ranks, and that it can go on afterwards as if it had not."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmstack.training.extension_builds import extensions_folder
+from tests.e2e.job import LAYOUTS, Job, callbacks, exact_rows, finished, lines_of, newest, rows_of
+
+full = pytest.mark.full
+
+
+# Gradients that are not finite.
+
+POISONED = [3, 6, 7, 9]
+"""Attempts at a step that one rank spoils: one, then as many in a row as end the run, then one after that."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "single",
+        "ddp on 2",
+        "zero2 on 2",
+        pytest.param("zero1 on 1", marks=full),
+        pytest.param("zero3 on 2", marks=full),
+    ],
+)
+def test_a_poisoned_step_leaves_no_trace(layout: str, tmp_path: Path) -> None:
+    """On no rank, though one alone was hit; too many in a row end the run, and the same command goes on after them."""
+    ranks = int(layout.split()[-1]) if " on " in layout else 1
+    accumulated = ["--data.micro_batch_size", str(2 // ranks), "--trainer.accumulate_grad_batches", "2"]
+    faults = callbacks(tmp_path, Untouched={"folder": str(tmp_path)}, Poison={"rank": ranks - 1, "attempts": POISONED})
+    rhythm = ["--trainer.max_steps", "8", "--run.checkpoint_every", "2", "--run.abort_after_skipped", "2"]
+    arguments = [*LAYOUTS[layout], *accumulated, *rhythm, *faults]
+    run = tmp_path / "run"
+
+    with Job(run, *arguments) as job:
+        assert job.end() == 1, job.output
+    assert len(job.said("2 steps in a row had no finite gradient")) == 1
+    assert "Traceback" not in job.output
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4]
+    assert newest(run).step == 4
+    assert newest(run).state["skipped_steps"] == 3
+    assert newest(run).state["samples_seen"] == 7 * 4
+
+    job = finished(run, *arguments)
+    assert [row["step"] for row in rows_of(run)] == list(range(1, 9))
+    assert newest(run).state["skipped_steps"] == 4
+    assert newest(run).state["samples_seen"] == 12 * 4
+    skipped = [line for line in (run / "logs" / "events.log").read_text().splitlines() if "skipped" in line]
+    told = [(3, 8, 1, 1), (5, 20, 1, 2), (5, 24, 2, 3), (6, 32, 1, 4)]
+    assert len(skipped) == len(told)
+    for line, (step, first, in_a_row, total) in zip(skipped, told, strict=True):
+        samples = ", ".join(str(sample) for sample in range(first, first + 4))
+        assert f"step {step} skipped" in line
+        assert f"samples {samples} ({in_a_row} in a row, {total} in all)" in line
+    # Compared at the attempt that follows, or at the end of the start.
+    assert lines_of(tmp_path, "untouched", ranks) == [[[attempt, []] for attempt in POISONED]] * ranks
+
+
+# Signals, deaths and a second start.
+
+PACE = 0.05
+WHOLE = ["--trainer.max_steps", "110", "--run.checkpoint_every", "10", "--run.validate_every", "50"]
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("layout", ["ddp on 2", pytest.param("zero2 on 2", marks=full)])
+def test_a_run_outlives_what_happens_to_its_ranks(layout: str, tmp_path: Path) -> None:
+    """Signals, kills and a second start on the same folder: it ends like the run that was left in peace."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    arguments = [*LAYOUTS[layout], *WHOLE, *callbacks(tmp_path, Orders={"folder": str(tmp_path), "pace": PACE})]
+
+    def start() -> Job:
+        """Going on, and somewhat further than any start before."""
+        before = len(rows_of(run))
+        job = Job(run, *arguments)
+        try:
+            job.wait_until_at(before + random.randint(2, 8))
+            time.sleep(random.uniform(0, 3 * PACE))
+        except BaseException:
+            job.kill()
+            raise
+        return job
+
+    with start() as job:
+        job.process.send_signal(signal.SIGTERM)
+        assert_stopped(job, 110)
+
+    with start() as job:
+        for pid in random.sample(sorted(job.processes().values()), 2):
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
+        assert_stopped(job, 110)
+
+    with start() as job:
+        (tmp_path / "hold").touch()
+        began = time.monotonic()
+        with Job(run, *arguments) as second:
+            assert second.process.wait(timeout=120) == 2
+        assert len(second.output.splitlines()) == 1
+        assert f"in use by process {job.process.pid}" in second.output
+        held_at = len(rows_of(run))
+        (tmp_path / "hold").unlink()
+        job.wait_until_at(held_at + 1)
+        assert time.monotonic() - began < 240
+        os.kill(job.processes()[1], signal.SIGTERM)
+        assert_stopped(job, 110)
+
+    with start() as job:
+        victim = job.processes()[1]
+        os.kill(victim, signal.SIGKILL)
+        assert job.end(60) == 1
+        (line,) = job.said("rank 1 (")
+        assert f"process {victim}) died" in line
+
+    with start() as job:
+        other = job.processes()[1]
+        job.process.kill()
+        assert job.end(60) == 128 + signal.SIGKILL
+        assert not Path(f"/proc/{other}").exists()
+
+    finished(run, *arguments)
+    finished(whole, *arguments)
+    assert exact_rows(run) == exact_rows(whole)
+    assert [row["step"] for row in rows_of(run)] == list(range(1, 111))
+
+
+def assert_stopped(job: Job, steps: int) -> None:
+    """Within a minute, saved at the very step, said once."""
+    assert job.end(60) == 143, job.output
+    step = rows_of(job.run)[-1]["step"]
+    assert newest(job.run).step == step
+    assert len(job.said(f"is saved at step {step} of {steps}; the same command continues it")) == 1
+    assert "Traceback" not in job.output
+
+
+@full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", ["ddp on 2", "zero2 on 2"])
+def test_ten_signals_at_random_times(layout: str, tmp_path: Path) -> None:
+    """To the first process, to the second, to both: also while the run starts, when there is nothing new to save."""
+    run, steps = tmp_path / "run", 100_000
+    rhythm = ["--trainer.max_steps", str(steps), "--run.checkpoint_every", "10", "--run.validate_every", "null"]
+    arguments = [*LAYOUTS[layout], *rhythm]
+    began = time.monotonic()
+    with Job(run, *arguments) as job:
+        job.wait_until_at(3)
+        start_seconds = time.monotonic() - began
+        job.process.send_signal(signal.SIGTERM)
+        assert_stopped(job, steps)
+    for number in range(10):
+        with Job(run, *arguments) as job:
+            moment = random.uniform(0, 2 * start_seconds)
+            time.sleep(moment)
+            running = job.processes()
+            victims = [[0], [1], random.sample([0, 1], 2)][number % 3]
+            for pid in [running[rank] for rank in victims if rank in running] or [job.process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+                time.sleep(0.05)
+            assert job.end(60) == 143, f"{victims} after {moment} s of {start_seconds}:\n{job.output}"
+            assert "Traceback" not in job.output
+            assert newest(run).step <= rows_of(run)[-1]["step"]
+    with Job(run, *arguments) as job:
+        job.wait_until_at(newest(run).step + 3)
+
+
+@pytest.mark.timeout(900)
+def test_a_rank_that_ends_before_all_have_met_ends_the_others(tmp_path: Path) -> None:
+    """The first would wait half an hour for the second to call."""
+    with Job(tmp_path / "run", *LAYOUTS["ddp on 2"], *WHOLE) as job:
+        job.wait_for(lambda: 1 in job.processes())
+        victim = job.processes()[1]
+        os.kill(victim, signal.SIGKILL)
+        assert job.end(60) == 128 + signal.SIGKILL
+        assert len(job.said(f"rank 1 (process {victim})")) == 1
+
+
+@full
+@pytest.mark.timeout(1200)
+def test_a_stopped_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    with Job(tmp_path / "run", *LAYOUTS["ddp on 2"], *WHOLE) as job:
+        job.wait_until_at(5)
+        victim = job.processes()[1]
+        os.kill(victim, signal.SIGSTOP)
+        assert job.end(60) == 1
+        (line,) = job.said("rank 1 (")
+        assert f"process {victim}) died: no sign of life" in line
+
+
+@full
+@pytest.mark.timeout(1200)
+def test_a_rank_that_hangs_is_named_with_the_place(tmp_path: Path) -> None:
+    patience = 0.5
+    faults = callbacks(tmp_path, Orders={"folder": str(tmp_path)})
+    arguments = [*LAYOUTS["ddp on 2"], *WHOLE, "--run.hang_minutes", str(patience), *faults]
+    with Job(tmp_path / "run", *arguments) as job:
+        job.wait_until_at(12)
+        victim = job.processes()[1]
+        (tmp_path / "hang-1").touch()
+        assert job.end(60 * patience + 30) == 1
+        (line,) = job.said("rank 1 (")
+        assert f"process {victim}) hangs: no progress" in line
+        assert "faults.py" in job.output
+    (tmp_path / "hang-1").unlink()
+    assert newest(job.run).step == 10
+    finished(tmp_path / "run", *arguments)
+
+
+# The disk.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 16 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["ddp on 2", pytest.param("zero2 on 2", marks=full)])
+def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_saved(
+    layout: str, tmp_path: Path, small_disk: Path
+) -> None:
+    """The same command goes on when there is room again, and does not begin where there is none."""
+    run, filler = small_disk / "run", small_disk / "filler"
+    orders = callbacks(tmp_path, Orders={"folder": str(tmp_path), "hold_at": 7})
+    rhythm = ["--trainer.max_steps", "12", "--run.checkpoint_every", "4", "--run.validate_every", "null"]
+    arguments = [*LAYOUTS[layout], *rhythm, *orders]
+    (tmp_path / "hold").touch()
+    with Job(run, *arguments, output=tmp_path) as job:
+        job.wait_for(lambda: (run / "checkpoints" / "step-00000004").exists())
+        leave_room(filler, 200_000)
+        (tmp_path / "hold").unlink()
+        assert job.end(60) == 2, job.output
+    assert len(job.said("No space left on device")) == 1
+    assert "Traceback" not in job.output
+    assert newest(run).step == 4
+
+    with Job(run, *arguments, output=tmp_path) as job:
+        assert job.end(60) == 2
+    (line,) = job.output.splitlines()
+    assert "checkpoints" in line
+    assert "the disk has room for" in line
+
+    filler.unlink()
+    finished(run, *arguments, output=tmp_path)
+    assert [row["step"] for row in rows_of(run)] == list(range(1, 13))
+    assert newest(run).step == 12
+
+
+def leave_room(filler: Path, size: int) -> None:
+    """Fill the disk up to ``size`` bytes."""
+    free = shutil.disk_usage(filler.parent).free
+    filler.write_bytes(bytes(free - size))
+
+
+# Extension builds.
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_extension_build_does_not_hold_up_a_run(tmp_path: Path) -> None:
+    """What such a build leaves: its signature, the baton and a library that may be half of one."""
+    root = tmp_path / "extensions"
+    # Where it has been built already, only the last step has to be repeated.
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copytree(extensions_folder(), root, ignore=shutil.ignore_patterns(".llmstack.lock", "lock"))
+    folder = root / "deepspeed_shm_comm_op"
+    folder.mkdir(parents=True, exist_ok=True)
+    (root / ".llmstack.lock").write_text("process 1 on another-host")
+    (folder / "lock").touch()
+    (folder / "deepspeed_shm_comm_op.so").write_text("half a library")
+    arguments = [*LAYOUTS["zero1 on 1"], "--trainer.max_steps", "1"]
+    job = finished(tmp_path / "run", *arguments, TORCH_EXTENSIONS_DIR=str(root), timeout=600)
+    assert len(job.said(f"cleared {folder / 'lock'}")) == 1
+    assert not (folder / "lock").exists()
+
+
+@full
+@pytest.mark.timeout(3600)
+def test_a_run_killed_while_it_builds_extensions_can_be_started_again(tmp_path: Path) -> None:
+    arguments = [*LAYOUTS["zero2 on 2"], "--trainer.max_steps", "2"]
+    root = tmp_path / "extensions"
+    baton = root / "deepspeed_shm_comm_op" / "lock"
+    with Job(tmp_path / "run", *arguments, TORCH_EXTENSIONS_DIR=str(root)) as job:
+        job.wait_for(baton.exists)
+        time.sleep(random.uniform(0, 10))
+        assert baton.exists()
+        job.kill()
+    assert baton.exists()
+    job = finished(tmp_path / "run", *arguments, TORCH_EXTENSIONS_DIR=str(root), timeout=1200)
+    assert len(job.said(f"cleared {baton}")) == 1
