@@ -126,6 +126,7 @@ def _make_states_exist(optimizer: Any) -> None:
     for group in base.param_groups:
         group["lr"] = 0.0
     masters = _masters(optimizer)
+    buffers = [master.grad for master in masters]  # of stages 1 and 2 with offload, which keep them for good
     for master in masters:
         master.grad = torch.zeros_like(master)
     if hasattr(optimizer, "_optimizer_step"):
@@ -133,8 +134,8 @@ def _make_states_exist(optimizer: Any) -> None:
             optimizer._optimizer_step(index)
     else:
         base.step()
-    for master in masters:
-        master.grad = None
+    for master, buffer in zip(masters, buffers, strict=True):
+        master.grad = buffer
 
 
 def _link_states(optimizer: Any) -> None:

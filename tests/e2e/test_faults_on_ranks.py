@@ -125,10 +125,8 @@ def test_a_run_outlives_what_happens_to_its_ranks(layout: str, tmp_path: Path) -
         assert f"process {victim}) died" in line
 
     with start() as job:
-        other = job.processes()[1]
         job.process.kill()
         assert job.end(60) == 128 + signal.SIGKILL
-        assert not Path(f"/proc/{other}").exists()
 
     finished(run, *arguments)
     finished(whole, *arguments)
@@ -278,10 +276,10 @@ def leave_room(filler: Path, size: int) -> None:
 def test_a_killed_extension_build_does_not_hold_up_a_run(tmp_path: Path) -> None:
     """What such a build leaves: its signature, the baton and a library that may be half of one."""
     root = tmp_path / "extensions"
-    # Where it has been built already, only the last step has to be repeated.
-    with contextlib.suppress(FileNotFoundError):
-        shutil.copytree(extensions_folder(), root, ignore=shutil.ignore_patterns(".llmstack.lock", "lock"))
     folder = root / "deepspeed_shm_comm_op"
+    # Where it has been built already, only the last step has to be repeated.
+    for built in list(extensions_folder().glob(f"**/{folder.name}"))[:1]:
+        shutil.copytree(built, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (root / ".llmstack.lock").write_text("process 1 on another-host")
     (folder / "lock").touch()

@@ -61,7 +61,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         (["--trainer.accumulate_grad_batches", "0"], ["accumulate_grad_batches is 0"]),
         (["--trainer.gradient_clip_val", "-1"], ["gradient_clip_val is -1"]),
         (["--trainer.devices", "2"], ["2 processes"]),
-        (["--trainer.num_nodes", "2"], ["num_nodes"]),
+        (["--trainer.num_nodes", "2"], ["2 processes"]),
         (["--trainer.strategy", "ddp"], ["strategy"]),
         (["--trainer.precision", "bf16-true"], ["precision", "bf16-mixed"]),
         (["--model.optimizer.lr", "1e400"], ["lr is inf"]),

@@ -38,7 +38,7 @@ from llmstack.training.step import token_losses
 from llmstack.training.strategies import Ddp, Zero
 from tests.training.launch import run_ranks
 
-Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3_offload"]
+Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 Precision = Literal["32-true", "bf16-mixed"]
 VOCABULARY = 63
 JOBS = "jobs.json"
@@ -325,7 +325,7 @@ def strategy_of(job: Job) -> Any:
     if job.strategy == "ddp":
         return Ddp()
     stage: Any = int(job.strategy[4])
-    return Zero(stage=stage, offload=job.strategy == "zero3_offload", config=SHARD_EVERYTHING if stage == 3 else None)
+    return Zero(stage=stage, offload=job.strategy.endswith("_offload"), config=SHARD_EVERYTHING if stage == 3 else None)
 
 
 def run_job(job: Job, folder: Path) -> Seen:
