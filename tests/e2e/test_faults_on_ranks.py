@@ -276,14 +276,14 @@ def leave_room(filler: Path, size: int) -> None:
 def test_a_killed_extension_build_does_not_hold_up_a_run(tmp_path: Path) -> None:
     """What such a build leaves: its signature, the baton and a library that may be half of one."""
     root = tmp_path / "extensions"
-    folder = root / "deepspeed_shm_comm_op"
+    folder = root / "deepspeed_shm_comm"
     # Where it has been built already, only the last step has to be repeated.
     for built in list(extensions_folder().glob(f"**/{folder.name}"))[:1]:
         shutil.copytree(built, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (root / ".llmstack.lock").write_text("process 1 on another-host")
     (folder / "lock").touch()
-    (folder / "deepspeed_shm_comm_op.so").write_text("half a library")
+    (folder / "deepspeed_shm_comm.so").write_text("half a library")
     arguments = [*LAYOUTS["zero1 on 1"], "--trainer.max_steps", "1"]
     job = finished(tmp_path / "run", *arguments, TORCH_EXTENSIONS_DIR=str(root), timeout=600)
     assert len(job.said(f"cleared {folder / 'lock'}")) == 1
@@ -295,7 +295,7 @@ def test_a_killed_extension_build_does_not_hold_up_a_run(tmp_path: Path) -> None
 def test_a_run_killed_while_it_builds_extensions_can_be_started_again(tmp_path: Path) -> None:
     arguments = [*LAYOUTS["zero2 on 2"], "--trainer.max_steps", "2"]
     root = tmp_path / "extensions"
-    baton = root / "deepspeed_shm_comm_op" / "lock"
+    baton = root / "deepspeed_shm_comm" / "lock"
     with Job(tmp_path / "run", *arguments, TORCH_EXTENSIONS_DIR=str(root)) as job:
         job.wait_for(baton.exists)
         time.sleep(random.uniform(0, 10))

@@ -52,7 +52,8 @@ def test_three_kills_change_nothing(llmstack: Command, tmp_path: Path) -> None:
         kill_at(moment, killed, steps)
         last = rows_of(killed)[-1]["step"]
         saved = sorted(int(path.name[5:]) for path in (killed / "checkpoints").glob("step-*")) or [0]
-        assert last - saved[-1] <= 26, (moments, last, saved)  # a step more may have been logged before the save
+        # Written beside the training, but never more than one at a time.
+        assert last - saved[-1] <= 51, (moments, last, saved)
     finished = llmstack(*arguments(killed, steps))
     assert finished.returncode == 0, (moments, finished.stderr)
     columns = ("step", "tokens_seen", "loss", "learning_rate", "grad_norm", "val_loss", "val_tokens")

@@ -21,11 +21,13 @@ import torch
 import torch._dynamo
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from llmstack.checkpoint import read_checkpoint, write_checkpoint
 from llmstack.cli.configured import TRAINER_DEFAULTS, quiet_libraries
 from llmstack.data import SampleOrder
 from llmstack.model import ModelConfig
+from llmstack.model.recompute import Recompute
 from llmstack.training.callbacks import NormLife
 from llmstack.training.callbacks.guards import set_counters
 from llmstack.training.callbacks.step import StepCallback
@@ -93,6 +95,10 @@ class Seen:
     """dtype and value of ``valid_tokens`` as each training step got it."""
     shards: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Under ZeRO-3, between two steps: whole size, size of this rank's shard, size of the parameter itself."""
+    recompute: list[Recompute] = field(default_factory=list)
+    """What each block computed again."""
+    graphs: int = 0
+    """Compiled."""
     saved: tuple[Tensors, Tensors] = field(default_factory=lambda: ({}, {}))
     """This rank's share of weights and optimiser state when the checkpoint was written."""
     restored: tuple[Tensors, Tensors] = field(default_factory=lambda: ({}, {}))
@@ -290,6 +296,8 @@ class Recorder(StepCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Model) -> None:  # type: ignore[override]
         """After the last step."""
         self.seen.final = dict(whole_state(pl_module))
+        self.seen.recompute = [block.recompute for block in pl_module.decoder.blocks]
+        self.seen.graphs = counters["stats"]["unique_graphs"]
 
 
 def whole_state(module: Model) -> Iterator[tuple[str, Tensor]]:
@@ -341,6 +349,7 @@ def run_job(job: Job, folder: Path) -> Seen:
 def train(job: Job, checkpoint: Path, resume: bool = False) -> Seen:
     """The run of a job, or what follows its checkpoint."""
     torch._dynamo.reset()
+    counters.clear()
     seen = Seen()
     ranks = 1 if job.strategy == "single" else 2
     # Nothing that two ranks could divide evenly.

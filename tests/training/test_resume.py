@@ -129,12 +129,21 @@ def test_a_damaged_copy_of_the_tokenizer_is_written_anew(fit: Fit, tmp_path: Pat
     assert all(path.read_bytes() == (copies[1] / path.name).read_bytes() for path in copies[0].iterdir())
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a rate of 1e30 the second step already has no finite loss; what was saved before stays."""
-    options = ("--model.optimizer.lr", "1e30", "--model.optimizer.warmup_ratio", "0", "--run.checkpoint_every", "1")
+def test_gradients_that_stay_not_finite_end_the_run(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a rate of 1e30 no step after the first has any other; the run is saved as it was after that."""
+    options = ("--model.optimizer.lr", "1e30", "--model.optimizer.warmup_ratio", "0", "--run.abort_after_skipped", "3")
     assert fit("run", "--trainer.max_steps", "10", *options) == 1
-    assert "gradient norm" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "run.json").exists()
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if "step 2 skipped: its gradient is not finite" in line]) == 3
+    assert "3 steps in a row had no finite gradient" in lines[-1]
+    assert "saved at step 1 of 10" in lines[-1]
+    run = tmp_path / "run"
+    assert not (run / "run.json").exists()
+    assert [row[0] for row in rows(run)] == [1]
+    state = read_checkpoint(run / "checkpoints" / "step-00000001").state
+    assert (state["skipped_steps"], state["samples_seen"]) == (3, 4 * 4)
 
 
 def test_c_attn_is_that_of_the_saved_weights_and_the_block_length(fit: Fit, tmp_path: Path) -> None:

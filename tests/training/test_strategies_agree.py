@@ -216,6 +216,11 @@ def with_references(jobs: Sequence[Job]) -> list[Job]:
 def check_way(job: Job, results: Results) -> None:
     seen, reference = results[job], results[plain(job)]
     assert len(seen[0].losses) == 3
+    kinds = {"none": ["nothing"] * 2, "full": ["all"] * 2, 2: ["all", "nothing"], "selective": ["cheap"] * 2}
+    expected = kinds[job.activation_checkpointing]
+    assert seen[0].recompute == expected
+    # One of the loss and one of each kind of block.
+    assert seen[0].graphs == (1 + len(set(expected)) if job.compile else 0)
     torch.testing.assert_close(loss(seen), loss(reference), rtol=1e-5, atol=0)
     assert worst(seen[0].gradients, reference[0].gradients) < (1e-5, "")
     assert worst(seen[0].final, reference[0].final) < (1e-5, "")
