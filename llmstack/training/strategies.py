@@ -201,6 +201,15 @@ class Zero(DeepSpeedStrategy):
         """Without DeepSpeed's division by the accumulation: Lightning has divided already."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """DeepSpeed's; what a step that it skipped had accumulated is not carried into the next."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if optimizer.overflow and self.offload and self.stage < 3:
+            # DeepSpeed forgets this with offload, and would skip every step to come.
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
+        return result
+
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         import deepspeed
         from deepspeed.utils import set_z3_leaf_modules

@@ -8,6 +8,7 @@ Importing DeepSpeed takes longer than such a run, so one process of each rank ma
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,13 +29,15 @@ from llmstack.cli.configured import TRAINER_DEFAULTS, quiet_libraries
 from llmstack.data import SampleOrder
 from llmstack.model import ModelConfig
 from llmstack.model.recompute import Recompute
-from llmstack.training.callbacks import NormLife
+from llmstack.training.callbacks import NormLife, SkippedSteps
 from llmstack.training.callbacks.guards import set_counters
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.datamodule import LanguageData
+from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel
 from llmstack.training.optim import OptimizerConfig
 from llmstack.training.ranks import Ranks
+from llmstack.training.rhythm import RunConfig
 from llmstack.training.state import restore_state, share_of_state
 from llmstack.training.step import token_losses
 from llmstack.training.strategies import Ddp, Zero
@@ -69,6 +72,8 @@ class Job:
     """Of each step, in blocks of 1024; none: the generated copy task."""
     order: int = 0
     """The samples of a step, in this one of their orders: other numbers only sum them up otherwise."""
+    broken_step: int | None = None
+    """The loss of one rank is not a number in this step (from 0)."""
     save_at: int | None = None
     """Write a checkpoint after this step, and make the rest of the run once more from it."""
 
@@ -99,6 +104,8 @@ class Seen:
     """What each block computed again."""
     graphs: int = 0
     """Compiled."""
+    around_broken_step: list[Tensors] = field(default_factory=list)
+    """Weights, statistics and this rank's share of the optimiser state before it and after it."""
     saved: tuple[Tensors, Tensors] = field(default_factory=lambda: ({}, {}))
     """This rank's share of weights and optimiser state when the checkpoint was written."""
     restored: tuple[Tensors, Tensors] = field(default_factory=lambda: ({}, {}))
@@ -156,7 +163,8 @@ class Model(LanguageModel):
             with torch.no_grad():
                 total = float(token_losses(self.decoder, batch).sum(dtype=torch.float64))
             self._add(self.seen.recomputed_losses, total / self.job.valid_tokens, batch)
-        return super().training_step(batch, batch_idx)
+        broken = batch["step"] == self.job.broken_step and self.global_rank == self.trainer.world_size - 1
+        return super().training_step(batch, batch_idx) * (math.nan if broken else 1.0)
 
     def _add(self, sums: list[Any], value: Any, batch: dict[str, Any]) -> None:
         if batch["micro_batch"] == 0:
@@ -236,9 +244,8 @@ class Data(LanguageData):
 class Recorder(StepCallback):
     """Writes down what a run shows at each point. The last of the callbacks."""
 
-    def __init__(self, job: Job, seen: Seen, checkpoint: Path, resume: bool) -> None:
-        self.job, self.seen, self.checkpoint, self.resume = job, seen, checkpoint, resume
-        self.ranks = Ranks()
+    def __init__(self, job: Job, seen: Seen, ranks: Ranks, checkpoint: Path, resume: bool) -> None:
+        self.job, self.seen, self.ranks, self.checkpoint, self.resume = job, seen, ranks, checkpoint, resume
         self._is_last_micro_batch = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -263,10 +270,18 @@ class Recorder(StepCallback):
         self.seen.initial = dict(whole_state(pl_module))
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: Model,  # type: ignore[override]
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Which micro-batch this is."""
         self._is_last_micro_batch = batch["micro_batch"] + 1 == trainer.accumulate_grad_batches
+        broken = self.job.broken_step
+        if broken is not None and batch["micro_batch"] == 0 and batch["step"] in (broken, broken + 1):
+            _, optimizer = share_of_state(pl_module, trainer.optimizers[0], self.ranks)
+            self.seen.around_broken_step.append(dict(whole_state(pl_module)) | optimizer)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: Model) -> None:  # type: ignore[override]
         """The gradient of the first step, reduced and not yet clipped."""
@@ -350,8 +365,8 @@ def train(job: Job, checkpoint: Path, resume: bool = False) -> Seen:
     """The run of a job, or what follows its checkpoint."""
     torch._dynamo.reset()
     counters.clear()
-    seen = Seen()
-    ranks = 1 if job.strategy == "single" else 2
+    seen, ranks = Seen(), Ranks()
+    devices = 1 if job.strategy == "single" else 2
     # Nothing that two ranks could divide evenly.
     config = ModelConfig(
         vocab_size=VOCABULARY,
@@ -375,17 +390,18 @@ def train(job: Job, checkpoint: Path, resume: bool = False) -> Seen:
         compile=job.compile,
         activation_checkpointing=job.activation_checkpointing,
     )
-    data = Data(job, micro_batch_size=job.micro_batch_size * 2 // ranks)
+    data = Data(job, micro_batch_size=job.micro_batch_size * 2 // devices)
+    skipped = SkippedSteps(ranks, RunConfig(), EventLog(checkpoint.parent / "events.log", ranks))
     trainer = L.Trainer(
         **TRAINER_DEFAULTS,
         accelerator="cpu",
-        devices=ranks,
+        devices=devices,
         strategy=strategy_of(job),
         precision=job.precision,
         max_steps=job.steps,
         gradient_clip_val=job.clip,
         accumulate_grad_batches=job.accumulate,
-        callbacks=[NormLife(), Recorder(job, seen, checkpoint, resume)],
+        callbacks=[skipped, NormLife(), Recorder(job, seen, ranks, checkpoint, resume)],
     )
     if isinstance(trainer.strategy, Zero):
         trainer.strategy.decide(trainer, data.micro_batch_size)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import get_args
 
@@ -46,6 +46,11 @@ COUNTED = [
 
 SAVED = [
     Job(strategy, norm="bhyt", optimizer="adamw", precision=precision, steps=4, save_at=2)
+    for strategy, precision in product(MANY_RANKS, get_args(Precision))
+]
+
+BROKEN = [
+    Job(strategy, norm="bhyt", optimizer="adamw", precision=precision, steps=3, accumulate=2, broken_step=1)
     for strategy, precision in product(MANY_RANKS, get_args(Precision))
 ]
 
@@ -139,7 +144,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = base / "strategies"
-    jobs = [*under_all(*SGD, *ADAMW), AT_ONCE, ACCUMULATED, *COUNTED, *SAVED, *with_references(SOME_WAYS)]
+    jobs = [*under_all(*SGD, *ADAMW), AT_ONCE, ACCUMULATED, *COUNTED, *SAVED, *BROKEN, *with_references(SOME_WAYS)]
     with (base / "strategies.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -267,14 +272,33 @@ def check_saved(seen: Sequence[Seen]) -> None:
     assert any(not torch.equal(weights[name].bfloat16().float(), weights[name]) for name in parameters)
 
 
+def check_broken(job: Job, seen: Sequence[Seen]) -> None:
+    """The step left no trace on any rank, and nothing of it came into those that followed."""
+    for one in seen:
+        before, after = one.around_broken_step
+        assert any(name.endswith("/exp_avg") for name in before)
+        assert equal(after, before)
+        assert len(one.norms) == job.steps
+        assert all(map(isfinite, one.norms))
+        assert len(one.own_tokens) == job.steps + 1
+        assert worst(one.final, {name: after[name] for name in one.final})[0] > 1e-3
+
+
+@pytest.mark.parametrize("job", BROKEN, ids=lambda job: f"{job.strategy}-{job.precision}")
+def test_a_step_that_is_not_finite_on_one_rank_leaves_no_trace(results: Results, job: Job) -> None:
+    check_broken(job, results[job])
+
+
 @pytest.mark.full
-def test_offload_to_the_host_trains_and_saves_as_without(tmp_path: Path) -> None:
+def test_offload_to_the_host_trains_saves_and_skips_as_without(tmp_path: Path) -> None:
     """DeepSpeed's CPU Adam is compiled at its first use, which takes minutes."""
-    kept = [job for job in SAVED if job.strategy in ("zero2", "zero3")]
-    offloaded = [replace(job, strategy=f"{job.strategy}_offload") for job in kept]
-    make_jobs(tmp_path, [*kept, *offloaded], timeout=1300)
+    kept, broken = ([job for job in jobs if job.strategy in ("zero2", "zero3")] for jobs in (SAVED, BROKEN))
+    offloaded, broken = ([replace(job, strategy=f"{job.strategy}_offload") for job in jobs] for jobs in (kept, broken))
+    make_jobs(tmp_path, [*kept, *offloaded, *broken], timeout=1300)
     results = read_jobs(tmp_path)
     for ours, theirs in zip(offloaded, kept, strict=True):
         torch.testing.assert_close(loss(results[ours]), loss(results[theirs]), rtol=1e-4, atol=0)
         assert loss(results[theirs])[-1] < loss(results[theirs])[0]
         check_saved(results[ours])
+    for job in broken:
+        check_broken(job, results[job])
