@@ -182,7 +182,8 @@ def test_a_disk_that_is_full_for_one_rank_fails_both_and_leaves_the_old_one(smal
     assert first == second
     assert first.startswith(f"cannot write {run / 'step-00000050'}: ")
     assert "No space left on device" in first
-    assert first.endswith(f"(rank {failing})")
+    # The other's small file may be the first to find the disk full.
+    assert first.endswith(("(rank 0)", "(rank 1)"))
     assert "\n" not in first
     assert [path.name for path in run.iterdir()] == ["step-00000025"]
     assert read_checkpoint(run / "step-00000025").step == 25

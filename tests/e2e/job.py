@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from llmstack.checkpoint import MetricsFile, RunFolder, read_checkpoint
+from llmstack.cli.main import main
 from tests.e2e.conftest import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +137,14 @@ def finished(run: Path, *arguments: str, timeout: float = 300, **options: Any) -
     with Job(run, *arguments, **options) as job:
         assert job.end(timeout) == 0, job.output
     return job
+
+
+def fit_here(run: Path, *arguments: str) -> tuple[int, str]:
+    """Exit status and stderr of a run of one process, made in this one, where all is loaded already."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        status = main(["fit", *TINY, *arguments, "--run.dir", str(run)])
+    return status, errors.getvalue()
 
 
 def callbacks(folder: Path, **which: dict[str, Any]) -> list[str]:

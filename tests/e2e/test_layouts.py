@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from llmstack.cli.main import main
-from tests.e2e.job import LAYOUTS, TINY, Job, callbacks, exact_rows, finished, lines_of, newest, rows_of, tensors_of
+from tests.e2e.job import (
+    LAYOUTS,
+    TINY,
+    callbacks,
+    exact_rows,
+    finished,
+    fit_here,
+    lines_of,
+    newest,
+    rows_of,
+    tensors_of,
+)
 
 STEPS = ["--trainer.max_steps", "12", "--run.checkpoint_every", "6"]
 DROPOUT = ["--model.config.residual_dropout", "0.1"]
@@ -43,31 +54,37 @@ def test_a_run_begun_under_zero2_goes_on_under(others: list[str], tmp_path: Path
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
-    def go_on_without_dropout(layout: str, *more: str) -> Job:
+    def go_on_without_dropout(layout: str, *more: str) -> tuple[Path, str]:
+        """The run, and what it printed."""
         run = tmp_path / "-".join([*layout.split(), *more])
         copy_as_killed_after_six(whole, run)
         # Part of what a run is, so the copy has to say so itself.
         text = (run / "config.yaml").read_text()
         (run / "config.yaml").write_text(text.replace("residual_dropout: 0.1", "residual_dropout: 0.0"))
-        return finished(run, *STEPS, *LAYOUTS[layout], *told, *more)
+        everything = [*STEPS, *LAYOUTS[layout], *told, *more]
+        if layout != "single":
+            return run, finished(run, *everything).output
+        status, output = fit_here(run, *everything)
+        assert status == 0, output
+        return run, output
 
     losses = {}
     for layout in others:
-        job = go_on_without_dropout(layout)
-        losses[layout] = [row["loss"] for row in rows_of(job.run)[6:11]]
+        run, output = go_on_without_dropout(layout)
+        losses[layout] = [row["loss"] for row in rows_of(run)[6:11]]
         assert take_samples(tmp_path) == list(range(6 * 4, 12 * 4)), layout
-        assert not job.said("samples, not"), layout
+        assert "samples, not" not in output, layout
         if layout != "zero3 on 2":
             assert len(set(take_weights(tmp_path))) == 1, layout
     for layout in others[1:]:
         assert losses[layout] == pytest.approx(losses[others[0]], rel=1e-5), layout
 
-    job = go_on_without_dropout("single", "--data.micro_batch_size", "3")
-    (said,) = job.said("from here a step has 6 samples, not 4")
+    run, output = go_on_without_dropout("single", "--data.micro_batch_size", "3")
+    (said,) = [line for line in output.splitlines() if "from here a step has 6 samples, not 4" in line]
     assert "step 6:" in said
-    assert said in (job.run / "logs" / "events.log").read_text()
+    assert said in (run / "logs" / "events.log").read_text()
     seen = 6 * 4 + 6 * 6
-    assert newest(job.run).state["samples_seen"] == seen
+    assert newest(run).state["samples_seen"] == seen
     assert take_samples(tmp_path) == list(range(6 * 4, seen))
 
 
