@@ -65,11 +65,10 @@ def main() -> None:
     optimizer = build_optimizer(model, OptimizerConfig())
     tokens = torch.randint(0, options.vocab, (options.batch, options.length + 1))
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "valid_tokens": tokens[:, 1:].numel()}
-    loss_of = plain_loss if options.plain else micro_batch_loss
 
     def step() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bf16"):
-            loss = loss_of(model, batch)
+            loss = plain_loss(model, batch) if options.plain else micro_batch_loss(model, batch)[0]
         loss.backward()
         clip_gradients(model, 1.0)
         optimizer.step()

@@ -42,7 +42,7 @@ from llmstack.training.step import micro_batch_loss
 config = ModelConfig.preset("tiny", vocab_size=64, norm={{"method": "bhyt"}})
 model = Llama(config)
 ids = torch.arange(16).view(2, 8)
-micro_batch_loss(model, {{"input_ids": ids, "labels": ids, "valid_tokens": 16}}).backward()
+micro_batch_loss(model, {{"input_ids": ids, "labels": ids, "valid_tokens": 16}})[0].backward()
 path = sys.argv[1] + "/step-00000001"
 write_checkpoint(path, step=1, config=config.to_dict(), weights=model.state_dict())
 loaded = load_model(path)
@@ -51,7 +51,10 @@ print(list(Generator(loaded, max_length=16).stream([1, 2], 4, Sampling())))
 """
 
 
-@pytest.mark.parametrize("room", ["model", "checkpoint", "inference", "training.step", "training.optim", "accounting"])
+LIGHT = ["model", "checkpoint", "inference", "training.step", "training.optim", "training.diagnostics", "accounting"]
+
+
+@pytest.mark.parametrize("room", [*LIGHT, "bench.norm"])
 def test_light_rooms_load_nothing_heavy(room: str) -> None:
     code = f"import sys, llmstack.{room}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

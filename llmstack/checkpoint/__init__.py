@@ -1,6 +1,7 @@
 """Checkpoints and run folders: torch, safetensors and PyYAML only. ``load_model(CKPT) -> Llama``."""
 
 from llmstack.checkpoint.background import BackgroundWriter, host_copy
+from llmstack.checkpoint.diagnostics import DiagnosticsFile, DiagnosticsRow
 from llmstack.checkpoint.disk import checkpoint_bytes, require_disk_space
 from llmstack.checkpoint.environment import record_environment
 from llmstack.checkpoint.format import BrokenCheckpoint, Checkpoint, read_checkpoint, write_checkpoint
@@ -22,6 +23,8 @@ __all__ = [
     "BackgroundWriter",
     "BrokenCheckpoint",
     "Checkpoint",
+    "DiagnosticsFile",
+    "DiagnosticsRow",
     "MetricsFile",
     "MetricsRow",
     "Ranks",

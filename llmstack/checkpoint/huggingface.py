@@ -122,20 +122,25 @@ def load_huggingface(folder: str | Path) -> tuple[ModelConfig, TensorFiles]:
         UserError: no or other files, a model we cannot represent, or tensors that do not fit the configuration.
     """
     folder = Path(folder)
-    config = config_from_huggingface(_read_json(folder / "config.json"), str(folder / "config.json"))
-    tensors = _open_weights(folder)
+    config = config_from_huggingface(read_json(folder / "config.json"), str(folder / "config.json"))
+    tensors = open_weights(folder)
     with torch.device("meta"):
         wanted = Llama(config).state_dict()
     names = {_to_huggingface_name(name): name for name in wanted}
     shapes = {name: shape for name, shape in tensors.shapes().items() if not _is_derived(name)}
-    if config.tie_word_embeddings and "lm_head.weight" in shapes:
-        _require_tied_head(tensors, folder)
-        del shapes["lm_head.weight"]
+    repeated = config.tie_word_embeddings and shapes.pop("lm_head.weight", None) is not None
     require_tensors({theirs: tuple(wanted[ours].shape) for theirs, ours in names.items()}, shapes, folder)
+    if repeated:
+        require_tied_head(tensors, "model.embed_tokens.weight", folder)
     return config, tensors.renamed({ours: theirs for theirs, ours in names.items()})
 
 
-def _open_weights(folder: Path) -> TensorFiles:
+def open_weights(folder: Path) -> TensorFiles:
+    """The tensors of a Hugging Face folder, of one file or of shards, under their stored names.
+
+    Raises:
+        UserError: there are none, a shard is missing or broken, or they would have to be unpickled.
+    """
     if (folder / WEIGHTS_FILE).is_file():
         return TensorFiles.of([folder / WEIGHTS_FILE])
     if (folder / INDEX_FILE).is_file():
@@ -151,7 +156,7 @@ def _open_weights(folder: Path) -> TensorFiles:
 
 def _open_shards(folder: Path) -> TensorFiles:
     index = folder / INDEX_FILE
-    places = _read_json(index).get("weight_map")
+    places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise UserError(f"{index}: no weight_map")
     files = sorted({str(file) for file in places.values()})
@@ -167,16 +172,25 @@ def _open_shards(folder: Path) -> TensorFiles:
     return tensors
 
 
-def _require_tied_head(tensors: TensorFiles, folder: Path) -> None:
-    """A file may repeat the embedding as the head of a tied model; another matrix there would silently be dropped."""
-    if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+def require_tied_head(tensors: TensorFiles, embedding: str, folder: Path) -> None:
+    """A file may repeat the embedding as the head of a tied model; another matrix there would silently be dropped.
+
+    Raises:
+        UserError: ``lm_head.weight`` is not equal to the tensor called ``embedding``.
+    """
+    if not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
         raise UserError(
             f"{folder}: config.json ties the head to the embedding, but lm_head.weight is another matrix; set "
             "tie_word_embeddings to what the model was trained with"
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: it cannot be read, or is none.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from llmstack.checkpoint.files import failing_in_one_line
 from llmstack.checkpoint.format import Checkpoint, read_checkpoint, write_checkpoint
-from llmstack.checkpoint.resolve import NeedsUnpickling, Source, resolve
+from llmstack.checkpoint.gpt2 import load_gpt2
+from llmstack.checkpoint.resolve import NeedsConversion, NeedsUnpickling, Source, resolve, tokenizer_beside
 from llmstack.checkpoint.tensors import require_tensors
 from llmstack.errors import UserError
 from llmstack.model import Llama, ModelConfig
@@ -45,6 +46,8 @@ class _Found:
     step: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None
+    left_out: str | None = None
+    """What does not come along and should be known."""
 
 
 def import_checkpoint(
@@ -52,10 +55,11 @@ def import_checkpoint(
 ) -> Checkpoint:
     """Write what lies at ``path`` as the checkpoint ``out``: all weights in one fp32 file, no optimiser state.
 
-    Each tensor is read once, as fp32, and held once.
+    Each tensor is read as fp32 and held once.
 
     Args:
-        path: whatever ``resolve`` takes; with ``trust`` also a Lightning ``.ckpt`` or a DeepSpeed folder (ZeRO 1 to 3).
+        path: whatever ``resolve`` takes, or a Hugging Face GPT-2 folder; with ``trust`` also a Lightning ``.ckpt`` or
+            a DeepSpeed folder (ZeRO 1 to 3).
         out: the checkpoint's folder; absent or empty.
         trust: unpickle what needs it. That runs whatever code is in it.
         report: receives a line of progress as long work begins.
@@ -70,6 +74,8 @@ def import_checkpoint(
             raise UserError(f"{out} exists and is not an empty folder; choose another place")
     try:
         found = _from_source(resolve(path))
+    except NeedsConversion:
+        found = _from_gpt2(path)
     except NeedsUnpickling:
         if not trust:
             raise
@@ -77,6 +83,8 @@ def import_checkpoint(
     with torch.device("meta"):
         expected = Llama(found.config).state_dict()
     require_tensors({name: tuple(tensor.shape) for name, tensor in expected.items()}, found.shapes, path)
+    if found.left_out is not None:
+        report(f"left out: {found.left_out}")
     report(f"reading {len(expected)} tensors from {path}")
     weights = {name: found.read(name, tensor.dtype) for name, tensor in expected.items()}
     report(f"writing {out}")
@@ -95,6 +103,14 @@ def import_checkpoint(
 def _from_source(source: Source) -> _Found:
     step, state = (source.checkpoint.step, source.checkpoint.state) if source.checkpoint is not None else (0, {})
     return _Found(source.config, source.weights.shapes(), source.weights.read, step, state, source.tokenizer)
+
+
+def _from_gpt2(path: Path) -> _Found:
+    found = load_gpt2(path)
+    left_out = None
+    if found.attention_dropout:
+        left_out = f"dropout of attention weights (attn_pdrop {found.attention_dropout}), which acts in training alone"
+    return _Found(found.config, found.shapes, found.read, tokenizer=tokenizer_beside(path), left_out=left_out)
 
 
 def _unpickled(path: Path) -> _Found:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from llmstack.checkpoint.format import MANIFEST, Checkpoint, checkpoint_step, read_checkpoint
+from llmstack.checkpoint.gpt2 import is_gpt2
 from llmstack.checkpoint.huggingface import INDEX_FILE, WEIGHTS_FILE, load_huggingface
 from llmstack.checkpoint.run_folder import CONFIG_FILE, RunFolder
 from llmstack.checkpoint.tensors import TensorFiles, require_tensors
@@ -29,6 +30,15 @@ class NeedsUnpickling(UserError):
         super().__init__(
             f"{path} is {what}: loading it needs unpickling, which can run code, and is refused; if you trust it, run "
             f"llmstack import {path} --out DIR --trust, and use DIR"
+        )
+
+
+class NeedsConversion(UserError):
+    """A model whose tensors are laid out otherwise than ours; ``import_checkpoint`` converts it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            f"{path} is {what}, which has to be converted: run llmstack import {path} --out DIR, and use DIR"
         )
 
 
@@ -55,6 +65,7 @@ def resolve(ckpt: str | Path) -> Source:
     Raises:
         UserError: none of these, or broken.
         NeedsUnpickling: (one of them) a Lightning or DeepSpeed checkpoint.
+        NeedsConversion: (one of them) a Hugging Face GPT-2 folder.
     """
     path = Path(ckpt).expanduser()
     if not path.exists():
@@ -71,10 +82,11 @@ def resolve(ckpt: str | Path) -> Source:
         return _from_checkpoint(checkpoint)
     if _is_deepspeed(path):
         raise NeedsUnpickling(path, "a DeepSpeed checkpoint")
+    if foreign and is_gpt2(path):
+        raise NeedsConversion(path, "a Hugging Face GPT-2 folder")
     if foreign:
         config, weights = load_huggingface(path)
-        has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_MARKS)
-        return Source(path, config, weights, path if has_tokenizer else None, None)
+        return Source(path, config, weights, tokenizer_beside(path), None)
     raise UserError(
         f"{path} is no checkpoint: neither a run folder ({CONFIG_FILE}), nor a checkpoint ({MANIFEST}), nor a Hugging "
         "Face Llama folder (config.json)"
@@ -118,6 +130,11 @@ def tokenizer_folder(ckpt: str | Path | Source) -> Path | None:
         UserError: see ``resolve``.
     """
     return (ckpt if isinstance(ckpt, Source) else resolve(ckpt)).tokenizer
+
+
+def tokenizer_beside(folder: Path) -> Path | None:
+    """``folder``, if there are a tokenizer's files beside the weights in it."""
+    return folder if any((folder / name).is_file() for name in _TOKENIZER_MARKS) else None
 
 
 def _from_checkpoint(checkpoint: Checkpoint) -> Source:

@@ -5,6 +5,7 @@ runs/<name>/
     run.json            appears when the run has finished: {"finished_step": N}
     checkpoints/        step-00000025/, …
     metrics.csv         see metrics.py
+    diagnostics.csv     see diagnostics.py
     environment.json    see environment.py
     logs/ plots/ tensorboard/
     .lock               held by the process that trains
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 import yaml
 
+from llmstack.checkpoint.diagnostics import DiagnosticsFile
 from llmstack.checkpoint.files import failing_in_one_line, write_atomically
 from llmstack.checkpoint.format import (
     BrokenCheckpoint,
@@ -114,6 +116,11 @@ class RunFolder:
         return MetricsFile(self.path / "metrics.csv")
 
     @property
+    def diagnostics(self) -> DiagnosticsFile:
+        """diagnostics.csv."""
+        return DiagnosticsFile(self.path / "diagnostics.csv")
+
+    @property
     def config(self) -> dict[str, Any]:
         """The configuration of the run that is here.
 
@@ -197,8 +204,9 @@ class RunFolder:
                 remove_checkpoint(folder)
 
     def cut_metrics(self, step: int) -> None:
-        """Drop the rows of metrics.csv past ``step``, the one that training goes on from."""
+        """Drop the rows of metrics.csv and diagnostics.csv past ``step``, the one that training goes on from."""
         self.metrics.cut(step)
+        self.diagnostics.cut(step)
 
     def finish(self, step: int) -> None:
         """Mark the run as finished after ``step`` optimiser steps."""

@@ -13,8 +13,9 @@ def add_parser(subparsers: Any) -> None:
         "import",
         help="turn any checkpoint into one of ours, in a single fp32 file",
         description="Write a run (its newest good checkpoint), a checkpoint of any number of files, a Hugging Face "
-        "Llama folder or, if trusted, a Lightning .ckpt or a DeepSpeed folder as one checkpoint: the weights in one "
-        "fp32 file and the tokenizer, without optimiser state. No GPU is needed and the weights are in memory once.",
+        "Llama or GPT-2 folder or, if trusted, a Lightning .ckpt or a DeepSpeed folder as one checkpoint: the weights "
+        "in one fp32 file and the tokenizer, without optimiser state. No GPU is needed and the weights are in memory "
+        "once.",
     )
     parser.add_argument("path", metavar="PATH", help="what to import")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new checkpoint; absent or empty")

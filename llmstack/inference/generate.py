@@ -32,7 +32,8 @@ class Generator:
             embedding is padded, or ids without a text can be drawn.
 
     Raises:
-        UserError: ``max_length`` beyond the model's positions, or ``compile`` without a cache.
+        UserError: ``max_length`` beyond the model's positions, ``compile`` without a cache, or a norm that cannot
+            decode.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Generator:
         self.device = weight.device
         self.cache: KVCache | None = None
         if use_cache:
+            model.config.norm_method.check_decoding(model)
             self.cache = KVCache(model.config, 1, max_length, dtype or weight.dtype, weight.device)
         # Graphs belong to the code of `Block.forward`, so all blocks and all generators find the same ones.
         self._block: Callable[..., Tensor] | None = None

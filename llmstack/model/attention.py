@@ -27,21 +27,22 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, Tensor],
         rotation: Rotation | None,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """``x`` [batch, seq, hidden] -> the same shape.
+        """``x`` [batch, seq, hidden], or a pair of them for queries and keys, and for values -> the same shape.
 
         ``mask`` [batch, 1, seq, keys], true where a query may look; none: causal. With a ``cache``, keys and values
         are written at ``positions`` [batch, seq] and the mask covers the cache's whole length.
         """
-        batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        for_scores, for_values = x if isinstance(x, tuple) else (x, x)
+        batch, length, _ = for_scores.shape
+        q = self.q_proj(for_scores).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(for_scores).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(for_values).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:

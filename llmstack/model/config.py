@@ -67,8 +67,8 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama-3 frequency scaling; null: none."""
-    mlp: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"
-    """MLP: gated by SiLU or GELU, or plain with GELU or ReLU."""
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"] = "swiglu"
+    """MLP: gated by SiLU or GELU, or plain with GELU, its tanh approximation (as in GPT-2) or ReLU."""
     attention_bias: bool = False
     """Biases on the q, k, v and o projections."""
     mlp_bias: bool = False
@@ -198,7 +198,7 @@ def _check_types(config: ModelConfig) -> None:
 def _check_choices(config: ModelConfig) -> None:
     choices = {
         "positions": ("rope", "learned", "sinusoidal", "none"),
-        "mlp": ("swiglu", "geglu", "gelu", "relu"),
+        "mlp": ("swiglu", "geglu", "gelu", "gelu_tanh", "relu"),
         "initialisation": ("normal", "fan_in", "depth_scaled"),
         "residual_dropout_schedule": ("constant", "linear"),
     }

@@ -38,8 +38,10 @@ class MLP(nn.Module):
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         if self.kind == "geglu":
             return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
-        activation = F.gelu if self.kind == "gelu" else F.relu
-        return self.down_proj(activation(self.up_proj(x)))
+        x = self.up_proj(x)
+        if self.kind == "relu":
+            return self.down_proj(F.relu(x))
+        return self.down_proj(F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none"))
 
 
 class Dropout(Float32Buffers, nn.Module):
@@ -71,6 +73,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, method: NormMethod, layer: int) -> None:
         super().__init__()
         self.residual = config.residual
+        self.norm_method: NormMethod | None = method
+        """None once the block is folded: no method finds sites of its own in it."""
         self.attention_norm = method.attention_norm(config, layer)
         self.attention = Attention(config)
         self.after_attention = method.after_attention(config, layer)
@@ -109,11 +113,43 @@ class Block(nn.Module):
         return x + update if self.residual else update
 
 
+class PostNormBlock(Block):
+    """The block whose norms act on the sum, N(α·x + F(x)): Post-LN, DeepNorm, the lower part of Mix-LN."""
+
+    def __init__(self, config: ModelConfig, method: NormMethod, layer: int) -> None:
+        super().__init__(config, method, layer)
+        scale = method.residual_scale(config)
+        assert scale is not None
+        self.residual_scale = scale
+
+    def _forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        mask: Tensor | None,
+        cache: LayerCache | None,
+        positions: Tensor | None,
+    ) -> Tensor:
+        x = self.attention_norm(self._sum(x, self.after_attention(self.attention(x, rotation, mask, cache, positions))))
+        return self.mlp_norm(self._sum(x, self.after_mlp(self.mlp(x))))
+
+    def _sum(self, x: Tensor, update: Tensor) -> Tensor:
+        update = self.dropout(update)
+        return torch.add(update, x, alpha=self.residual_scale) if self.residual else update
+
+
+def build_block(config: ModelConfig, method: NormMethod, layer: int) -> Block:
+    """Block ``layer`` (from 0), of the kind that its method needs."""
+    own = method.in_layer(config, layer)
+    kind = Block if own.residual_scale(config) is None else PostNormBlock
+    return kind(config, own, layer)
+
+
 class Llama(nn.Module):
     """Decoder-only language model.
 
     Raises:
-        UserError: the configuration leaves ``vocab_size`` open.
+        UserError: the configuration leaves ``vocab_size`` open, or the norm's options do not fit the architecture.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -122,20 +158,23 @@ class Llama(nn.Module):
             raise UserError("model config: vocab_size is not set; take it from the tokenizer or give a number")
         self.config = config
         method = config.norm_method
+        method.check(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.after_embedding = method.after_embedding(config)
         self.embedding_dropout = Dropout(config.embedding_dropout) if config.embedding_dropout else nn.Identity()
-        self.layers = nn.ModuleList(Block(config, method, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(build_block(config, method, layer) for layer in range(config.num_layers))
         self.norm = method.final_norm(config)
+        self.scale_anchor = method.scale_anchor(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         if config.tie_word_embeddings:
             # The head owns the shared matrix too: under sharding a weight is whole only in its owner's forward.
             self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
             self._register_state_dict_hook(_drop_tied_head)
             self.register_load_state_dict_pre_hook(_restore_tied_head)
+        self.register_load_state_dict_post_hook(_settle)
         if self.embed_tokens.weight.device.type != "meta":
             self.initialise()
 
@@ -173,7 +212,11 @@ class Llama(nn.Module):
         """``input_ids`` [batch, seq] -> logits [batch, seq, vocab]; ``context`` as in :meth:`hidden_states`."""
         return self.lm_head(self.hidden_states(input_ids, **context))
 
-    def hidden_states(
+    def hidden_states(self, input_ids: Tensor, **context: Any) -> Tensor:
+        """What the head sees, [batch, seq, hidden] after the final norm; arguments of :meth:`residual_stream`."""
+        return self.norm(self.residual_stream(input_ids, **context))
+
+    def residual_stream(
         self,
         input_ids: Tensor,
         *,
@@ -182,7 +225,7 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """What the head sees, [batch, seq, hidden] after the final norm.
+        """What the final norm sees, [batch, seq, hidden] after the last block.
 
         Args:
             input_ids: [batch, seq] integers.
@@ -202,7 +245,7 @@ class Llama(nn.Module):
         rotation = self.rotary(positions) if self.rotary is not None else None
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, mask, cache.layer(index) if cache is not None else None, positions)
-        return self.norm(x)
+        return x
 
     def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
@@ -217,18 +260,25 @@ class Llama(nn.Module):
 
 
 def _initialise_weights(name: str, module: nn.Linear | nn.Embedding | LMHead, config: ModelConfig) -> None:
-    """N(0, σ), or N(0, 1/fan_in) for matrices that multiply; biases 0. A tied head is its embedding."""
-    std = config.initializer_range
-    if config.initialisation == "fan_in" and isinstance(module, nn.Linear):
-        std = 1 / math.sqrt(module.in_features)
-    if config.initialisation == "depth_scaled" and name.endswith(("attention.o_proj", "mlp.down_proj")):
-        # GPT-2 (Radford et al. 2019, section 2.3): two residual adds per block.
-        std = config.initializer_range / math.sqrt(2 * config.num_layers)
+    """N(0, std) for the matrix, 0 for the bias. A tied head is its embedding."""
     if not (isinstance(module, LMHead) and config.tie_word_embeddings):
-        nn.init.normal_(module.weight, std=std)
+        nn.init.normal_(module.weight, std=_weight_std(name, module, config))
     bias = getattr(module, "bias", None)
     if bias is not None:
         nn.init.zeros_(bias)
+
+
+def _weight_std(name: str, module: nn.Module, config: ModelConfig) -> float:
+    """The norm method's; else σ, or 1/sqrt(fan_in) for matrices that multiply, or less where a residual add follows."""
+    own = config.norm_method.weight_std(config, name, module)
+    if own is not None:
+        return own
+    if config.initialisation == "fan_in" and isinstance(module, nn.Linear):
+        return 1 / math.sqrt(module.in_features)
+    if config.initialisation == "depth_scaled" and name.endswith(("attention.o_proj", "mlp.down_proj")):
+        # GPT-2 (Radford et al. 2019, section 2.3): two residual adds per block.
+        return config.initializer_range / math.sqrt(2 * config.num_layers)
+    return config.initializer_range
 
 
 def sinusoidal_positions(positions: Tensor, width: int) -> Tensor:
@@ -236,6 +286,12 @@ def sinusoidal_positions(positions: Tensor, width: int) -> Tensor:
     pairs = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32)
     angles = positions[..., None].float() * 10000 ** (-pairs / width)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
+
+
+def _settle(module: nn.Module, incompatible: Any) -> None:
+    """What the norms are doing follows from the buffers just read."""
+    assert isinstance(module, Llama)
+    module.config.norm_method.settle(module)
 
 
 def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -126,6 +126,7 @@ class LanguageModel(L.LightningModule):
             model.to_empty(device="cpu").initialise()
             if weights is not None:
                 _copy_weights(weights, model.state_dict())
+                self.config.norm_method.settle(model)
             return model
         from llmstack.training.sharding import build_sharded
 
@@ -139,6 +140,8 @@ class LanguageModel(L.LightningModule):
         model = build_sharded(self.config, fill, dtype, self.zero.settings)
         if weights is None:
             self.config.norm_method.initialise(model, self.gather)
+        else:
+            self.config.norm_method.settle(model)
         return model
 
     def adopt(self, model: Llama) -> None:
@@ -164,12 +167,13 @@ class LanguageModel(L.LightningModule):
         """Loss of a micro-batch, whose normaliser covers the whole step, all ranks and micro-batches.
 
         So the division by the accumulation that Lightning makes, and that by the ranks when gradients are averaged,
-        are undone here.
+        are undone here. The norm method's own loss is a mean over a micro-batch, all of one size: there they are right.
         """
         torch.manual_seed(random_seed(self.seed, batch["step"] + 1, batch["micro_batch"], self.global_rank))
-        loss = micro_batch_loss(self.decoder, batch)
+        loss, own = micro_batch_loss(self.decoder, batch)
         self.step_losses.append(loss.detach())
-        return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        loss = loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return loss if own is None else loss + own
 
     def configure_gradient_clipping(
         self,
@@ -262,14 +266,52 @@ def fit_to_data(config: ModelConfig, data: LanguageData) -> ModelConfig:
 def open_initial_weights(ckpt: str, config: ModelConfig) -> TensorFiles:
     """The weights of ``ckpt`` for a model of ``config``, unread.
 
+    A norm method may take over a model of another: what it has besides starts as it always does.
+
     Raises:
-        UserError: no such checkpoint, or a tensor is missing, left over or of another shape.
+        UserError: no such checkpoint, a norm that this one cannot go on from, or a tensor is missing, left over or of
+            another shape.
     """
     source = resolve(ckpt)
+    wanted, there = config.norm_method, source.config.norm_method
+    if there.name not in {wanted.name, *wanted.takes_over}:
+        known = " or ".join(sorted({wanted.name, *wanted.takes_over}))
+        raise UserError(f"model.init_from {ckpt} has the norm {there.name}; {wanted.name} starts from {known}")
+    _require_same_function(config, source.config, ckpt)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in Llama(config).state_dict().items()}
+        known_there = Llama(source.config).state_dict()
+    if wanted.name != there.name:
+        expected = {name: shape for name, shape in expected.items() if name in known_there or not _of_norm(name)}
     require_tensors(expected, source.weights.shapes(), source.path)
     return source.weights
+
+
+SAME_FUNCTION = (
+    *("num_heads", "kv_heads", "head_size", "positions", "mlp", "rms_norm_eps", "residual", "score_scaling"),
+    *("rope_theta", "rope_scaling"),
+)
+"""What weights depend on without a tensor that tells of it."""
+
+
+def _require_same_function(config: ModelConfig, there: ModelConfig, ckpt: str) -> None:
+    """The same weights have to mean the same.
+
+    Raises:
+        UserError: an option differs that no tensor would tell of.
+    """
+    for name in SAME_FUNCTION:
+        ours, theirs = getattr(config, name), getattr(there, name)
+        if ours != theirs and (config.positions == "rope" or not name.startswith("rope_")):
+            raise UserError(
+                f"model.init_from {ckpt} was trained with {name} {theirs}, and model.config has {ours}: the weights "
+                "would mean something else"
+            )
+
+
+def _of_norm(name: str) -> bool:
+    """Whether a tensor of the decoder belongs to a norm or to what a norm method adds."""
+    return "norm." in name or name.startswith("scale_anchor.")
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmstack.errors import UserError
+from llmstack.model import Llama
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only (norm gains, scalars and biases are never decayed)."""
+    """Decoupled weight decay, on matrices only (not on norm gains, scalars and biases), unless the norm says more."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine to the minimum; warm-up, stable, decay (linear to the minimum); or constant."""
     warmup_ratio: float = 0.05
@@ -72,19 +73,25 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, adamw: Callable[..., torch.optim.Optimizer] = FUSED
+    model: Llama, config: OptimizerConfig, adamw: Callable[..., torch.optim.Optimizer] = FUSED
 ) -> torch.optim.Optimizer:
-    """AdamW over two groups: matrices decayed, everything else not; each parameter in exactly one.
+    """AdamW over two groups, decayed or not as the norm method says (matrices alone); each parameter in exactly one.
 
     Args:
         model: whose parameters are trained.
         config: rates.
         adamw: an implementation with torch's arguments.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    architecture = model.config
+    method = architecture.norm_method
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decayed if method.decayed(architecture, name, parameter) else others).append(parameter)
     groups = [
-        {"params": [p for p in parameters if _is_matrix(p)], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return adamw(
         [group for group in groups if group["params"]],
@@ -92,11 +99,6 @@ def build_optimizer(
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies. ZeRO-3 leaves an empty shard in a parameter's place, and its shape beside it."""
-    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

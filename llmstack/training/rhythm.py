@@ -31,11 +31,18 @@ class RunConfig:
     """Steps between two comparisons of the weights that all ranks must hold alike; null: never."""
     hang_minutes: float = 30.0
     """Minutes without progress of any rank after which the run ends; the first step compiles, the largest saves."""
+    diagnose_every: int | None = 50
+    """Steps between two looks inside the model, which diagnostics.csv keeps; null: never."""
+    diagnose_attention: bool = False
+    """Measure the entropy of attention, too, which costs more than all the rest."""
     profile_steps: str | None = None
     """Steps to profile, as 10 or 10-12: traces (and, on GPUs, memory snapshots) go to logs/profile; null: none."""
 
     def __post_init__(self) -> None:
-        rates = ("checkpoint_every", "checkpoint_every_minutes", "validate_every", "keep_every", "compare_ranks_every")
+        rates = (
+            *("checkpoint_every", "checkpoint_every_minutes", "keep_every"),
+            *("validate_every", "compare_ranks_every", "diagnose_every"),
+        )
         for name in (*rates, "abort_after_skipped", "hang_minutes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -48,6 +55,10 @@ class RunConfig:
     def validation_due(self, step: int) -> bool:
         """Whether ``step`` is followed by a validation during training."""
         return self.validate_every is not None and step % self.validate_every == 0
+
+    def diagnosis_due(self, step: int) -> bool:
+        """Whether the model is looked into after ``step``."""
+        return self.diagnose_every is not None and step % self.diagnose_every == 0
 
     def steps_to_profile(self) -> range:
         """The steps of ``profile_steps``."""

@@ -23,6 +23,7 @@ from llmstack.model import Llama, ModelConfig
 from llmstack.tokenizer import load_tokenizer
 from llmstack.training.callbacks import (
     Checkpointing,
+    Diagnostics,
     Metrics,
     NormLife,
     Profiling,
@@ -93,8 +94,10 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
     metrics = Metrics(run.metrics, ranks, profiling)
     stop = StopOnSignal(ranks)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    # In this order: a skipped step is undone before anyone counts it, and a step is saved when all is done at it.
-    callbacks += [Together(ranks, config), skipped, NormLife(), metrics, Validation(config)]
+    # In this order: a skipped step is undone before anyone counts it, what the norms measure is not taken for waiting
+    # for data, and a step is saved when all is done at it.
+    callbacks += [Together(ranks, config), skipped, metrics, NormLife(ranks)]
+    callbacks += [Diagnostics(run.diagnostics, ranks, config, metrics), Validation(config)]
     callbacks += [profiling] if profiling is not None else []
     callbacks += [ProgressDisplay(metrics)] if trainer.is_global_zero else []
     callbacks += [stop, SameWeights(ranks, config), Checkpointing(run, config, ranks, metrics, skipped, log)]

@@ -11,18 +11,21 @@ from torch import Tensor
 from llmstack.model import Llama
 
 
-def micro_batch_loss(model: Llama, batch: Mapping[str, Any]) -> Tensor:
+def micro_batch_loss(model: Llama, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Σ −log p over the batch's valid labels / valid labels of the whole optimiser step, fp32 scalar.
 
-    The losses of a step's micro-batches (and ranks) add up to its mean loss, whatever the accumulation.
+    The losses of a step's micro-batches (and ranks) add up to its mean loss, whatever the accumulation. Beside it the
+    norm method's own loss, where it has one: a mean over the tokens of this micro-batch.
 
     Args:
         model: the decoder.
         batch: ``input_ids`` and ``labels`` [batch, seq], ``valid_tokens`` (integer of the whole optimiser step),
             optionally ``document_ids`` [batch, seq].
     """
-    hidden = model.hidden_states(batch["input_ids"], document_ids=batch.get("document_ids"))
-    return model.lm_head(hidden, batch["labels"], batch["valid_tokens"])
+    stream = model.residual_stream(batch["input_ids"], document_ids=batch.get("document_ids"))
+    loss = model.lm_head(model.norm(stream), batch["labels"], batch["valid_tokens"])
+    anchor = model.scale_anchor
+    return loss, anchor(stream) if anchor is not None and anchor.active else None
 
 
 def token_losses(model: Llama, batch: Mapping[str, Any]) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
@@ -34,8 +37,14 @@ class RankLauncher(_SubprocessScriptLauncher):
     """Starts this command once more for each further device of the node.
 
     Lightning's own launcher kills all ranks without a word when one has ended with any status but 0, also while
-    others still save; here the watchdog sees to that.
+    others still save; here the watchdog sees to that. It watches once all ranks have met; before that, while they load
+    libraries and wait for each other, the launcher does.
     """
+
+    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self.all_met = threading.Event()
+        """Set when others watch the ranks."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other ranks, then go on as the first."""
@@ -54,6 +63,21 @@ class RankLauncher(_SubprocessScriptLauncher):
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         super()._call_children_scripts()
         del os.environ[_STARTED_BY]
+        threading.Thread(target=self._watch_until_all_met, name="launcher", daemon=True).start()
+
+    def _watch_until_all_met(self) -> None:
+        """End the job with the status of a rank that ends too early: the others would wait half an hour for it."""
+        while not self.all_met.wait(0.5):
+            for rank, process in enumerate(self.procs, start=1):
+                status = process.poll()
+                if status is None:
+                    continue
+                for other in self.procs:
+                    other.kill()
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                text = f"llmstack: rank {rank} (process {process.pid}) {how} before all ranks had met; the job ends\n"
+                os.write(2, text.encode())
+                os._exit(128 - status if status < 0 else status or 1)
 
 
 _STARTED_BY = "LLMSTACK_STARTED_BY"

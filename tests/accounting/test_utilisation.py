@@ -33,7 +33,7 @@ def test_palm_flops_are_those_of_the_matrix_products_that_really_run(kv_heads: i
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product})
     # The plain kernel: the fused ones compute the scores a second time in the backward pass.
     with sdpa_kernel(SDPBackend.MATH), counter:
-        micro_batch_loss(model, batch).backward()
+        micro_batch_loss(model, batch)[0].backward()
     norms = count_parameters(config).norms
     assert counter.get_total_flops() == 128 * (model_flops_per_token(config, 64, "palm") - 6 * norms)
 

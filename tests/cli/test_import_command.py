@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,9 +18,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from llmstack.checkpoint import RunFolder, load_model, read_checkpoint, resolve, write_checkpoint
+from llmstack.checkpoint.gpt2 import config_from_gpt2
 from llmstack.cli.main import main
 from llmstack.model import Llama, ModelConfig
 from llmstack.tokenizer import load_tokenizer
@@ -62,7 +67,7 @@ def imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[...,
         captured = capfd.readouterr()
         assert captured.out.startswith(f"{out}: step ")
         assert len(captured.out.splitlines()) == 1
-        assert all(line.startswith(("reading ", "writing ")) for line in captured.err.splitlines())
+        assert all(line.startswith(("left out: ", "reading ", "writing ")) for line in captured.err.splitlines())
         assert {file.name for file in out.iterdir()} - {"tokenizer"} == {"checkpoint.json", "model.safetensors"}
         found = read_checkpoint(out)
         assert all(t.dtype in (torch.float32, torch.int64) for t in found.weights().values())
@@ -164,6 +169,78 @@ def test_a_hugging_face_folder_and_its_tokenizer(tmp_path: Path, imported, share
         "tokenizer_config.json",
     ]
     assert load_tokenizer(tokenizer).fingerprint == load_tokenizer(stories).fingerprint
+
+
+GPT2 = {"vocab_size": 50304, "n_positions": 32, "n_embd": 12, "n_layer": 2, "n_head": 2}
+"""GPT-2's vocabulary, padded."""
+
+
+def gpt2_folder(shared: Path, folder: Path) -> Any:
+    """A random GPT-2 with the real tokenizer in ``folder``; the model."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0 if ".ln_" in name and name.endswith(".weight") else 0.0, 0.2)
+    model.save_pretrained(folder)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(shared / "tokenizers" / "gpt2" / name, folder)
+    return model
+
+
+def greedy(model: Any, ids: list[int], count: int, vocab_size: int) -> list[int]:
+    """The ids that transformers' model adds, each by a full forward pass."""
+    for _ in range(count):
+        with torch.no_grad():
+            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1, :vocab_size].argmax())]
+    return ids[-count:]
+
+
+def test_a_gpt2_folder_becomes_a_ckpt_for_every_command(tmp_path: Path, refused, shared: Path, capfd) -> None:
+    theirs = gpt2_folder(shared, tmp_path / "gpt2")
+    out, text = tmp_path / "imported", tmp_path / "text.txt"
+    assert main(["import", str(tmp_path / "gpt2"), "--out", str(out)]) == 0
+    captured = capfd.readouterr()
+    assert "left out: dropout of attention weights (attn_pdrop 0.1)" in captured.err
+    assert captured.out.endswith("with its tokenizer\n")
+    assert "exists and is not an empty folder" in refused("import", str(tmp_path / "gpt2"), "--out", str(out))
+
+    assert main(["inspect", str(out), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["architecture"]["mlp"] == "gelu_tanh"
+    assert main(["generate", str(out), "--prompt", "Hello world", "--max-new-tokens", "20", "--ids"]) == 0
+    found = [int(token) for token in capfd.readouterr().out.split(",")]
+    assert found == greedy(theirs, [15496, 995], len(found), 50257)
+    text.write_text("Hello world")
+    assert main(["perplexity", str(out), "--dataset", str(text), "--output", str(tmp_path / "p.json")]) == 0
+    result = json.loads((tmp_path / "p.json").read_text())
+    with torch.no_grad():
+        loss = -theirs(torch.tensor([[15496, 995]])).logits[0, 0].log_softmax(-1)[995].item()
+    assert result["nats_per_token"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_training_goes_on_from_an_imported_gpt2(tmp_path: Path, shared: Path) -> None:
+    """With the configuration that the documentation gives, in another size; the weights hardly move at this rate."""
+    docs = (Path(__file__).resolve().parents[2] / "docs" / "importing.md").read_text()
+    values = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", docs, flags=re.DOTALL)[0])
+    assert ModelConfig(**values["model"]["config"]) == config_from_gpt2({"model_type": "gpt2"})
+
+    gpt2_folder(shared, tmp_path / "gpt2")
+    assert main(["import", str(tmp_path / "gpt2"), "--out", str(tmp_path / "imported")]) == 0
+    before = load_model(tmp_path / "imported")
+    values["model"]["init_from"] = str(tmp_path / "imported")
+    sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
+    values["model"]["config"].update({name: getattr(before.config, name) for name in sizes})
+    (tmp_path / "gpt2.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n} green bottles " * 9}) + "\n" for n in range(400))
+    )
+    arguments = ["-c", str(tmp_path / "gpt2.yaml"), "-c", "data/text.yaml", "-c", "trainer/cpu.yaml"]
+    arguments += ["--data.files", str(tmp_path / "corpus.jsonl"), "--data.block_size", "16"]
+    arguments += ["--data.tokenizer", str(tmp_path / "imported" / "tokenizer"), "--model.compile", "false"]
+    arguments += ["--trainer.max_steps", "1", "--model.optimizer.lr", "1e-30", "--run.dir", str(tmp_path / "run")]
+    assert main(["fit", *arguments]) == 0
+    assert_same(load_model(tmp_path / "run"), before)
 
 
 def test_bf16_weights_become_fp32_of_the_same_value(tmp_path: Path, imported) -> None:
@@ -297,6 +374,25 @@ def test_a_malicious_pickle_is_refused_by_every_command_and_never_run(tmp_path: 
     main(["import", path, "--out", out, "--trust"])
     assert target.exists() == (make is not malicious_plain_pickle)
     assert not Path(out).exists()
+
+
+def test_a_gpt2_folder_is_no_ckpt_and_its_pickle_is_never_run(tmp_path: Path, refused) -> None:
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2", **GPT2}))
+    path, target = str(tmp_path / "gpt2"), tmp_path / "owned"
+    malicious_file(tmp_path / "gpt2", target).rename(tmp_path / "gpt2" / "pytorch_model.bin")
+    for arguments in (
+        ["inspect", path],
+        ["generate", path, "--prompt", "x"],
+        ["perplexity", path, "--dataset", "x.txt"],
+        ["validate", *SMALL, "--ckpt_path", path],
+        ["fit", *SMALL, "--trainer.max_steps", "3", "--run.dir", str(tmp_path / "run"), "--model.init_from", path],
+    ):
+        assert f"run llmstack import {path} --out DIR" in refused(*arguments)
+    for trust in ([], ["--trust"]):
+        line = refused("import", path, "--out", str(tmp_path / "new"), *trust)
+        assert "its weights (pytorch_model.bin) need unpickling, which can run code, and are refused" in line
+    assert not target.exists()
 
 
 def lightning_file(module: LanguageModel, path: Path) -> Path:

@@ -95,13 +95,55 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize(("dropout", "autocast"), [(0.0, True), (0.2, False)])
 @pytest.mark.parametrize("norm", sorted(METHODS))
-def test_one_graph_per_mode(norm: str, dropout: float, autocast: bool) -> None:
+def test_one_graph_per_mode(norm: str) -> None:
     """With bf16 autocast and with a dropout rate of its own in every block, too."""
-    options = {"residual_dropout": dropout, "residual_dropout_schedule": "linear"}
-    train(compile_model(narrow(norm={"method": norm}, **options)), steps=3, autocast=autocast)
-    check_graphs()
+    options = {"residual_dropout": 0.2, "residual_dropout_schedule": "linear"}
+    train(compile_model(narrow(norm={"method": norm}, **options)), steps=3, autocast=True)
+    expected = 2 * GRAPHS_PER_MODE + (2 if norm == "mix_ln" else 0)
+    assert counters["stats"]["unique_graphs"] == expected, "a mixture has a graph for each kind of block"
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("norm", ["tapernorm_all", "taperln_internal"])
+def test_a_tapering_model_has_a_block_graph_for_each_phase(norm: str) -> None:
+    """And for each mode; a gate that moves within the taper makes no further one."""
+    model = compile_model(narrow(norm={"method": norm}))
+    sites = model.config.norm_method.sites(model).values()
+    for number, gate in enumerate((1.0, 0.9, 0.3, 0.0)):
+        for site in sites:
+            if gate == 0.9:
+                site.c.fill_(1.0)
+                site.origin.fill_(1.0)
+            site.set_gate(gate)
+        train(model, steps=2)
+        phases = (1, 2, 2, 3)[number]
+        assert counters["stats"]["unique_graphs"] == 2 * (phases + 1)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_model_that_loses_its_norms_one_by_one_has_one_block_graph_and_one_without() -> None:
+    model = compile_model(narrow(norm={"method": "fake_ln", "first_token": True, "start_merge": 200}))
+    train(model, steps=2)
+    sites = model.config.norm_method.sites(model)
+    for name, (_, scales) in sites.items():
+        for scale in scales:
+            scale.scale.fill_(1.5)
+            scale.first_scale.fill_(2.5)
+        if name == "layers.7.mlp_norm":
+            train(model, steps=2)
+    model.config.norm_method.settle(model)
+    train(model, steps=2)
+    assert counters["stats"]["unique_graphs"] == 2 * GRAPHS_PER_MODE
+    for _, scales in sites.values():
+        for scale in scales:
+            scale.first_scale.fill_(1.5)
+    model.config.norm_method.settle(model)
+    train(model, steps=2)
+    assert counters["stats"]["unique_graphs"] == 2 * (GRAPHS_PER_MODE + 1)
+    assert not counters["graph_break"]
 
 
 @pytest.mark.full

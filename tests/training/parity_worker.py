@@ -47,6 +47,11 @@ Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", 
 Precision = Literal["32-true", "bf16-mixed"]
 VOCABULARY = 63
 JOBS = "jobs.json"
+NORM_OPTIONS: dict[str, dict[str, Any]] = {
+    "fake_ln": {"start_mlp": 2, "start_qk": 5, "start_v": 8, "start_final": 14},
+    "by_layer": {"layers": {"0": {"method": "bhyt"}}, "otherwise": {"method": "dyt"}},
+}
+"""Where the defaults would show nothing in 20 steps. Tapered norms taper from the first to the ninth."""
 SHARD_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 Tensors = dict[str, Tensor]
@@ -377,7 +382,7 @@ def train(job: Job, checkpoint: Path, resume: bool = False) -> Seen:
         head_dim=8,
         intermediate_size=47,
         max_position_embeddings=1024,
-        norm={"method": job.norm},
+        norm={"method": job.norm, **NORM_OPTIONS.get(job.norm, {})},
         tie_word_embeddings=job.tied,
     )
     rate = 1.0 if job.optimizer == "sgd" else 3e-3
@@ -401,7 +406,7 @@ def train(job: Job, checkpoint: Path, resume: bool = False) -> Seen:
         max_steps=job.steps,
         gradient_clip_val=job.clip,
         accumulate_grad_batches=job.accumulate,
-        callbacks=[skipped, NormLife(), Recorder(job, seen, ranks, checkpoint, resume)],
+        callbacks=[skipped, NormLife(ranks), Recorder(job, seen, ranks, checkpoint, resume)],
     )
     if isinstance(trainer.strategy, Zero):
         trainer.strategy.decide(trainer, data.micro_batch_size)

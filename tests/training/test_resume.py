@@ -52,6 +52,55 @@ def test_five_and_five_steps_are_ten_bit_for_bit(fit: Fit, tmp_path: Path, compi
     assert [row[0] for row in rows(tmp_path / "parts")] == list(range(1, 11))
 
 
+def taper(start: str, end: str) -> tuple[str, ...]:
+    return ("--model.config.norm.taper_start", start, "--model.config.norm.taper_end", end)
+
+
+LIVES = {
+    "calibrating": ("-c", "norm/tapernorm_all.yaml", *taper("0.7", "0.9")),
+    "tapering": ("-c", "norm/tapernorm_all.yaml", *taper("0.2", "0.8")),
+    "tapering with means": ("-c", "norm/taperln_all.yaml", *taper("0.2", "0.8")),
+    "half removed": (
+        *("-c", "norm/fake_ln.yaml", "--model.config.norm.start_mlp", "2", "--model.config.norm.start_qk", "4"),
+        *("--model.config.norm.start_v", "5", "--model.config.norm.start_final", "9"),
+    ),
+    "first token apart": (
+        *("-c", "norm/fake_ln.yaml", "--model.config.norm.start_mlp", "2", "--model.config.norm.start_qk", "3"),
+        *("--model.config.norm.start_v", "2", "--model.config.norm.gap_v", "1", "--model.config.norm.start_final", "4"),
+        *("--model.config.norm.first_token", "true", "--model.config.norm.start_merge", "7"),
+    ),
+}
+"""What a norm may be doing when a run is stopped after five of its ten steps."""
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_norm_goes_on_with_what_it_was_doing(fit: Fit, tmp_path: Path, life: str) -> None:
+    """Averages, constants, gates and losses, bit for bit."""
+    arguments = (*LIVES[life], *TEN_STEPS)
+    assert fit("whole", *arguments) == 0
+    stop_at_five(tmp_path / "whole", tmp_path / "parts")
+    assert fit("parts", *arguments) == 0
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    whole, parts = tensors(tmp_path / "whole", 10), tensors(tmp_path / "parts", 10)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    at_work = [name for name in whole if name.endswith((".gate", ".total", "scale"))]
+    halfway = tensors(tmp_path / "whole", 5)
+    assert any(not torch.equal(halfway[name], whole[name]) for name in at_work)
+
+
+@pytest.mark.parametrize("norm", ["tapernorm_all", "fake_ln"])
+def test_statistics_are_the_same_with_activation_checkpointing(fit: Fit, tmp_path: Path, norm: str) -> None:
+    """Nothing is measured twice in a block that is computed twice."""
+    arguments = (*LIVES["calibrating" if norm == "tapernorm_all" else "half removed"], *TEN_STEPS)
+    for name in ("none", "full"):
+        assert fit(name, *arguments, "--model.activation_checkpointing", name) == 0
+    kept, recomputed = tensors(tmp_path / "none", 10), tensors(tmp_path / "full", 10)
+    statistics = [name for name in kept if name.endswith((".c", ".scale", ".total", ".updates", ".target"))]
+    assert len(statistics) > 8
+    assert all(torch.equal(kept[name], recomputed[name]) for name in statistics)
+
+
 def test_compiled_to_eager_restores_bit_equal_and_goes_on_alike(fit: Fit, tmp_path: Path) -> None:
     """`model.compile` is part of the configuration, so the eager continuation is a run folder made to say so."""
     assert fit("compiled", *TEN_STEPS, compile=True) == 0

@@ -27,14 +27,15 @@ pytestmark = pytest.mark.timeout(1500)
 MANY_RANKS: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 Results = dict[Job, list[Seen]]
 
-SGD = [*(Job(norm=norm) for norm in sorted(METHODS)), Job(norm="bhyt", accumulate=4, tied=False)]
+SOME_NORMS = ("bhyt", "dyt", "fake_ln", "layernorm", "rmsnorm", "tapernorm_all")
+SGD = [*(Job(norm=norm) for norm in SOME_NORMS), Job(norm="bhyt", accumulate=4, tied=False)]
 ADAMW = [Job(norm="rmsnorm", optimizer="adamw", accumulate=4), Job(norm="bhyt", optimizer="adamw", tied=False)]
 
 EVERY_SGD = [
     Job(norm=norm, accumulate=accumulate, tied=tied)
-    for norm, accumulate, tied in product(sorted(METHODS), (1, 4), (True, False))
+    for norm, (accumulate, tied) in product(sorted(METHODS), ((1, True), (4, False), (4, True)))
 ]
-EVERY_ADAMW = [replace(job, optimizer="adamw") for job in EVERY_SGD]
+EVERY_ADAMW = [replace(job, optimizer="adamw") for job in EVERY_SGD if job.accumulate == 4 and job.tied]
 
 BF16 = Job(strategy="zero2", norm="bhyt", precision="bf16-mixed", optimizer="adamw", steps=100)
 AT_ONCE, ACCUMULATED = replace(BF16, micro_batch_size=16), replace(BF16, micro_batch_size=2, accumulate=8)
@@ -52,6 +53,11 @@ SAVED = [
 BROKEN = [
     Job(strategy, norm="bhyt", optimizer="adamw", precision=precision, steps=3, accumulate=2, broken_step=1)
     for strategy, precision in product(MANY_RANKS, get_args(Precision))
+]
+BROKEN += [
+    # In the midst of what they measure.
+    Job(strategy, norm=norm, optimizer="adamw", steps=60 if norm == "tapernorm_all" else 3, accumulate=2, broken_step=1)
+    for strategy, norm in (("ddp", "tapernorm_all"), ("zero2", "fake_ln"))
 ]
 
 EVERY_WAY = [
@@ -86,8 +92,9 @@ def loss(seen: Sequence[Seen]) -> Tensor:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Relative to the norm of what was expected."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    """Relative to the norm of what was expected (nothing, where a phase of a norm has no use for a parameter)."""
+    size = float(expected.double().norm())
+    return float((found.double() - expected.double()).norm()) / (size or 1.0)
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor], of_scalars: bool = False) -> tuple[float, str]:
@@ -114,13 +121,12 @@ def check_first_step_and_weights(job: Job, seen: list[Seen], reference: Seen) ->
     assert all(one.own_tokens != first.own_tokens for one in seen[1:]), "the ranks were meant to differ in tokens"
     assert equal(first.initial, reference.initial)
     assert worst(first.gradients, reference.gradients) < (1e-6, "")
-    # The gradient of a λ is one sum over all tokens and channels, whose terms nearly cancel.
-    assert worst(first.gradients, reference.gradients, of_scalars=True) < (5e-6, "")
+    assert worst(first.gradients, reference.gradients, of_scalars=True) < (1e-6, "")
     by_hand = torch.stack([gradient.double().norm() for gradient in reference.gradients.values()]).norm()
     assert first.norms[0] == pytest.approx(float(by_hand), rel=1e-6)
     assert len(first.norms) == job.steps
     assert job.clip is not None
-    assert min(first.norms) > 2 * job.clip, "clipping was meant to bite"
+    assert min(first.norms) > 1.2 * job.clip, "clipping was meant to bite"
     assert worst(first.final, reference.final) < (1e-5, "")
     assert worst(first.final, reference.final, of_scalars=True) < (1e-5, "")
     assert worst(first.final, first.initial)[0] > 0.1, "the weights were meant to move"
@@ -284,7 +290,7 @@ def check_broken(job: Job, seen: Sequence[Seen]) -> None:
         assert worst(one.final, {name: after[name] for name in one.final})[0] > 1e-3
 
 
-@pytest.mark.parametrize("job", BROKEN, ids=lambda job: f"{job.strategy}-{job.precision}")
+@pytest.mark.parametrize("job", BROKEN, ids=lambda job: f"{job.strategy}-{job.norm}-{job.precision}")
 def test_a_step_that_is_not_finite_on_one_rank_leaves_no_trace(results: Results, job: Job) -> None:
     check_broken(job, results[job])
 

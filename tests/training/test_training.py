@@ -81,3 +81,69 @@ def test_training_goes_on_from_the_weights_of_another_run(fit: Fit, tmp_path: Pa
     first = load_model(tmp_path / "first")
     assert read(tmp_path / "second")[0]["loss"] < read(tmp_path / "first")[0]["loss"]
     assert set(first.state_dict()) == set(load_model(tmp_path / "second").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("rmsnorm", "tapernorm_internal"),
+        ("rmsnorm", "tapernorm_all"),
+        ("layernorm", "taperln_all"),
+        ("layernorm", "fake_ln"),
+    ],
+)
+def test_a_norm_that_will_be_removed_takes_over_the_weights_of_the_norm(
+    fit: Fit, tmp_path: Path, before: str, after: str
+) -> None:
+    """The first loss is what the trained model has on those samples, to the last bit, and the removal follows."""
+    norm = "--model.config.norm"
+    assert fit("first", "-c", f"norm/{before}.yaml", "--trainer.max_steps", "5") == 0
+    steps = ("--trainer.max_steps", "8", "--model.init_from", str(tmp_path / "first"))
+    faster = ("start_mlp", "start_qk", "start_v", "start_final") if after == "fake_ln" else ()
+    options = [word for name in faster for word in (f"{norm}.{name}", "2")]
+    assert fit("same", "-c", f"norm/{before}.yaml", *steps) == 0
+    assert fit("second", "-c", f"norm/{after}.yaml", *steps, *options) == 0
+    same, second = read(tmp_path / "same"), read(tmp_path / "second")
+    if after == "fake_ln":
+        assert second[0]["loss"] == pytest.approx(same[0]["loss"], rel=1e-6)
+    else:
+        assert second[0]["loss"] == same[0]["loss"]
+    assert second[-1]["loss"] != same[-1]["loss"]
+    method = (model := load_model(tmp_path / "second")).config.norm_method
+    sites = [site for site, _ in method.sites(model).values()] if after == "fake_ln" else method.sites(model).values()
+    assert all(site.is_linear if after == "fake_ln" else site.phase == "linear" for site in sites)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("mlp", "gelu"), ("score_scaling", "false"), ("num_heads", "2"), ("rope_theta", "500000")]
+)
+def test_weights_that_would_mean_something_else_are_refused(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    """Where names and shapes of all tensors are the same."""
+    plain = ("--model.config.mlp", "relu", "--model.config.head_dim", "16", "--model.config.num_heads", "4")
+    assert fit("first", *plain, "--trainer.max_steps", "1") == 0
+    capsys.readouterr()
+    start = ("--trainer.max_steps", "2", "--model.init_from", str(tmp_path / "first"))
+    change = (f"--model.config.{option}", value)
+    change += ("--model.config.head_dim", "32", "--model.config.num_kv_heads", "1") if option == "num_heads" else ()
+    assert fit("second", *plain, *change, *start) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"was trained with {option}" in line
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("rmsnorm", "taperln_all"), ("lns", "tapernorm_all"), ("rmsnorm", "fake_ln"), ("lns", "rmsnorm")],
+)
+def test_another_norm_than_the_one_to_be_removed_is_refused(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, after: str
+) -> None:
+    """Also where the tensors have the same names and shapes."""
+    assert fit("first", "-c", f"norm/{before}.yaml", "--trainer.max_steps", "1") == 0
+    capsys.readouterr()
+    arguments = ("--trainer.max_steps", "2", "--model.init_from", str(tmp_path / "first"))
+    assert fit("second", "-c", f"norm/{after}.yaml", *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"has the norm {before}; {after} starts from" in line
+    assert not (tmp_path / "second").exists()

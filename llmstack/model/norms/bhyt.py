@@ -5,11 +5,13 @@
     c_attn = ||W_V W_O||_F² / (T·d)          one scalar per block, T the training length, no reduction over x'
 
 c_attn is the mean element variance of uniform attention over T independent tokens of unit variance. λ1 and c_attn are
-constants in the correction: no gradient goes through them. c_attn is stale between its refreshes, by design.
+constants in the correction: no gradient goes through them. c_attn is stale between its refreshes, by design. Blocks
+named in ``exact_layers`` measure at both sites: they are BHyT*.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from llmstack.errors import UserError
-from llmstack.model.norms.bhyt_star import BHyTStar, BoundedTanh, Statistics
-from llmstack.model.norms.method import Gather, whole
+from llmstack.model.norms.bhyt_star import BareBoundedTanh, BHyTStar, BoundedTanh, Statistics
+from llmstack.model.norms.folded import Folded, without_affine
+from llmstack.model.norms.layer_ranges import parse_layers, select_layers
+from llmstack.model.norms.method import NOTHING, Gather, whole
 
 if TYPE_CHECKING:
     from llmstack.model.attention import Attention
@@ -48,6 +52,9 @@ class FirstBHyT(BoundedTanh):
         correction = self.c_attn * (self.lam.detach().to(spread.dtype) / self.kappa) ** 2
         return self.squash(x, (spread, mean)), (spread + correction, mean)
 
+    def folded(self) -> Folded:
+        return super().folded()._replace(remains=without_affine(self, FirstBareBHyT))
+
 
 class SecondBHyT(BoundedTanh):
     """The second site: the statistics of the first, corrected; nothing is measured.
@@ -59,6 +66,17 @@ class SecondBHyT(BoundedTanh):
         """``x`` [batch, seq, hidden] and the first site's statistics -> the same shape and dtype."""
         return self.squash(x, carry)
 
+    def folded(self) -> Folded:
+        return super().folded()._replace(remains=without_affine(self, SecondBareBHyT))
+
+
+class FirstBareBHyT(BareBoundedTanh, FirstBHyT):
+    """The first site without its γ."""
+
+
+class SecondBareBHyT(BareBoundedTanh, SecondBHyT):
+    """The second site without its γ."""
+
 
 @dataclass(frozen=True)
 class BHyT(BHyTStar):
@@ -69,35 +87,58 @@ class BHyT(BHyTStar):
 
     train_length: int | None = None
     """T of c_attn in tokens; null: the block length of the training data (outside training: 1024, as published)."""
+    exact_layers: str | int | None = None
+    """Layers (from 0) whose second site measures for itself: `0-3`, `12-` (to the top), `0-3,12-`; null: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.train_length is not None and self.train_length < 1:
             raise UserError(f"norm bhyt: train_length is {self.train_length}; it must be at least 1")
+        if self.exact_layers is not None:
+            parse_layers(self.exact_layers, "norm bhyt: exact_layers")
+
+    def measures(self, config: ModelConfig, layer: int) -> bool:
+        """Whether the second site of block ``layer`` (from 0) has statistics of its own."""
+        if self.exact_layers is None:
+            return False
+        return layer in select_layers(self.exact_layers, config.num_layers, "norm bhyt: exact_layers")
+
+    def check(self, config: ModelConfig) -> None:
+        self.measures(config, 0)
 
     def attention_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return FirstBHyT(config.hidden_size, self.lambda_attention, self.kappa, self.trainable_lambda, self.mu_term)
+        if self.measures(config, layer):
+            return super().attention_norm(config, layer)
+        return FirstBHyT(
+            config.hidden_size, self.lambda_attention, self.kappa_in(layer), self.trainable_lambda, self.mu_term
+        )
 
     def mlp_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return SecondBHyT(config.hidden_size, self.lambda_mlp, self.kappa, self.trainable_lambda, self.mu_term)
+        if self.measures(config, layer):
+            return super().mlp_norm(config, layer)
+        return SecondBHyT(
+            config.hidden_size, self.lambda_mlp, self.kappa_in(layer), self.trainable_lambda, self.mu_term
+        )
 
     def initialise(self, model: Llama, gather: Gather = whole) -> None:
         """c_attn of the initialised weights (the released code took it before the initialisation)."""
         self.refresh(model, gather)
 
-    def after_step(self, model: Llama, step: int, max_steps: int, gather: Gather = whole) -> None:
+    def after_step(
+        self, model: Llama, step: int, max_steps: int, gather: Gather = whole, sums: Mapping[str, Tensor] = NOTHING
+    ) -> None:
         """Refresh c_attn every clamp(max_steps // 50, 1, 1000) steps."""
         if step % refresh_interval(max_steps) == 0:
             self.refresh(model, gather)
 
     @torch.no_grad()
     def refresh(self, model: Llama, gather: Gather = whole) -> None:
-        """Recompute c_attn of every block from its present weights."""
+        """Recompute c_attn of every block that has one from its present weights."""
         length = self.train_length or PUBLISHED_TRAIN_LENGTH
-        for block in model.blocks:
-            site = block.attention_norm
-            assert isinstance(site, FirstBHyT)
-            attention = block.attention
+        for block in self.blocks(model):
+            site, attention = block.attention_norm, block.attention
+            if not isinstance(site, FirstBHyT):
+                continue
             with gather([attention.v_proj.weight, attention.o_proj.weight]):
                 gain = value_output_gain(attention)
                 site.c_attn.copy_(gain / (length * attention.o_proj.weight.shape[0]))

@@ -3,19 +3,21 @@
     BHyT*(x) = γ ⊙ tanh( λ·x / (κ·sqrt(ms(x) + 1e-6)) )             released form, the default
     BHyT*(x) = γ ⊙ tanh( λ·x / (κ·sqrt(var(x) + 1e-6) + |mean(x)|) )  paper's form, ``mu_term: true``
 
-κ comes from Chebyshev's bound P(|X−μ| ≤ κs) ≥ 1 − 1/κ²: κ = 10 for 99 %.
+κ comes from Chebyshev's bound P(|X−μ| ≤ κs) ≥ 1 − 1/κ²: κ = 10 for 99 %. The released code's schedules over
+the blocks l = 1 … L, off by default there, too: κ/sqrt(l), κ·sqrt(l), κ·l^(1/4); the final norm has κ.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from llmstack.errors import UserError
 from llmstack.model.float32 import Float32Buffers
+from llmstack.model.norms.folded import Affine, Folded, without_affine
 from llmstack.model.norms.method import NormMethod
 from llmstack.model.norms.rmsnorm import RMSNorm
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from llmstack.model.config import ModelConfig
 
 EPS = 1e-6
+KappaSchedule = Literal["constant", "inverse_sqrt", "sqrt", "fourth_root"]
+_POWERS: dict[KappaSchedule, float] = {"constant": 0.0, "inverse_sqrt": -0.5, "sqrt": 0.5, "fourth_root": 0.25}
 Statistics = tuple[Tensor, Tensor | None]
 """(ms(x), None), or (var(x), mean(x)) with the |μ| term; each [batch, seq, 1] fp32."""
 
@@ -59,19 +63,27 @@ class BoundedTanh(Float32Buffers, nn.Module):
         mean = wide.mean(-1, keepdim=True)
         return (wide - mean).pow(2).mean(-1, keepdim=True), mean
 
-    def squash(self, x: Tensor, statistics: Statistics) -> Tensor:
-        """γ ⊙ tanh of ``x`` scaled by the given statistics."""
+    def bounded(self, x: Tensor, statistics: Statistics) -> Tensor:
+        """The tanh of ``x`` scaled by the given statistics."""
         spread, mean = statistics
         wide = _wide(x)
         if mean is None:
-            bounded = torch.tanh(wide * (self.lam.to(wide.dtype) / self.kappa * torch.rsqrt(spread + EPS)))
+            argument = wide * (self.lam.to(wide.dtype) / self.kappa * torch.rsqrt(spread + EPS))
         else:
-            bounded = torch.tanh(wide * self.lam.to(wide.dtype) / (self.kappa * torch.sqrt(spread + EPS) + mean.abs()))
-        return self.weight.to(x.dtype) * bounded.to(x.dtype)
+            argument = wide * self.lam.to(wide.dtype) / (self.kappa * torch.sqrt(spread + EPS) + mean.abs())
+        return torch.tanh(argument).to(x.dtype)
+
+    def squash(self, x: Tensor, statistics: Statistics) -> Tensor:
+        """γ ⊙ tanh of ``x`` scaled by the given statistics."""
+        return self.weight.to(x.dtype) * self.bounded(x, statistics)
 
     def forward(self, x: Tensor, carry: None = None) -> Tensor:
         """``x`` [batch, seq, hidden] -> the same shape and dtype."""
         return self.squash(x, self.statistics(x))
+
+    def folded(self) -> Folded:
+        """γ goes; λ, inside the tanh, stays."""
+        return Folded(without_affine(self, BareBoundedTanh), Affine(self.weight))
 
 
 class FirstBoundedTanh(BoundedTanh):
@@ -79,6 +91,23 @@ class FirstBoundedTanh(BoundedTanh):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """``x`` [batch, seq, hidden] -> (bounded, None)."""
+        return super().forward(x), None
+
+    def folded(self) -> Folded:
+        return super().folded()._replace(remains=without_affine(self, FirstBareBoundedTanh))
+
+
+class BareBoundedTanh(BoundedTanh):
+    """The tanh alone: what remains when γ was folded away."""
+
+    def squash(self, x: Tensor, statistics: Statistics) -> Tensor:
+        return self.bounded(x, statistics)
+
+
+class FirstBareBoundedTanh(BareBoundedTanh):
+    """The same as a block's first site."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return super().forward(x), None
 
 
@@ -103,6 +132,8 @@ class BHyTStar(NormMethod):
     """Train the λ of each site, or keep them fixed."""
     kappa: float = 10.0
     """κ of Chebyshev's bound."""
+    kappa_schedule: KappaSchedule = "constant"
+    """κ of block l (from 1): the same in all; or κ/sqrt(l); κ·sqrt(l); κ·l^(1/4)."""
     mu_term: bool = False
     """Centre the statistic and add |mean(x)| to the scale (the paper's form)."""
 
@@ -113,13 +144,19 @@ class BHyTStar(NormMethod):
         if not self.lambda_final >= 0:
             raise UserError(f"norm {self.name}: lambda_final is {self.lambda_final}; it must be 0 or above")
 
+    def kappa_in(self, layer: int) -> float:
+        """κ of block ``layer`` (from 0)."""
+        return self.kappa * (layer + 1) ** _POWERS[self.kappa_schedule]
+
     def attention_norm(self, config: ModelConfig, layer: int) -> nn.Module:
         return FirstBoundedTanh(
-            config.hidden_size, self.lambda_attention, self.kappa, self.trainable_lambda, self.mu_term
+            config.hidden_size, self.lambda_attention, self.kappa_in(layer), self.trainable_lambda, self.mu_term
         )
 
     def mlp_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return BoundedTanh(config.hidden_size, self.lambda_mlp, self.kappa, self.trainable_lambda, self.mu_term)
+        return BoundedTanh(
+            config.hidden_size, self.lambda_mlp, self.kappa_in(layer), self.trainable_lambda, self.mu_term
+        )
 
     def final_norm(self, config: ModelConfig) -> nn.Module:
         if self.lambda_final == 0:

@@ -9,10 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmstack.model.norms.folded import Affine, Folded
 from llmstack.model.norms.method import NormMethod
 
 if TYPE_CHECKING:
     from llmstack.model.config import ModelConfig
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm of ``x`` [..., hidden], in its dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -32,9 +39,11 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, carry: None = None) -> Tensor:
         """``x`` [..., hidden] -> the same shape and dtype."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(x.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def folded(self) -> Folded:
+        """γ and β go; centring and division stay."""
+        return Folded(BareLayerNorm(self.eps), Affine(self.weight, self.bias))
 
 
 class FirstLayerNorm(LayerNorm):
@@ -43,6 +52,22 @@ class FirstLayerNorm(LayerNorm):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """``x`` [..., hidden] -> (normalised, None)."""
         return super().forward(x), None
+
+    def folded(self) -> Folded:
+        return super().folded().as_first_site()
+
+
+class BareLayerNorm(nn.Module):
+    """(x − mean(x)) / sqrt(var(x) + eps): what remains when γ and β were folded away."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor, carry: None = None) -> Tensor:
+        """``x`` [..., hidden] -> the same shape and dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.layer_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)

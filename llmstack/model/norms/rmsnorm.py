@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from llmstack.model.norms.folded import Affine, Folded
 from llmstack.model.norms.method import NormMethod
 
 if TYPE_CHECKING:
     from llmstack.model.config import ModelConfig
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight`` ⊙ ``x`` / rms(``x``), [..., hidden] in the dtype of ``x``."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight.to(x.dtype) * normed.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -29,9 +37,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, carry: None = None) -> Tensor:
         """``x`` [..., hidden] -> the same shape and dtype."""
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+    def folded(self) -> Folded:
+        """γ goes; the division stays."""
+        return Folded(BareRMSNorm(self.eps), Affine(self.weight))
 
 
 class FirstRMSNorm(RMSNorm):
@@ -40,6 +50,26 @@ class FirstRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """``x`` [..., hidden] -> (normalised, None)."""
         return super().forward(x), None
+
+    def folded(self) -> Folded:
+        return super().folded().as_first_site()
+
+
+class BareRMSNorm(nn.Module):
+    """x / rms(x): what remains when γ was folded away."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def scale(self, x: Tensor) -> Tensor:
+        """1/rms of each token of ``x`` [..., hidden], [..., 1] fp32 (or fp64 as it is)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor, carry: None = None) -> Tensor:
+        """``x`` [..., hidden] -> the same shape and dtype."""
+        return (x * self.scale(x)).to(x.dtype)
 
 
 @dataclass(frozen=True)

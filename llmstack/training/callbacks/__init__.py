@@ -1,6 +1,7 @@
 """What happens around the training step."""
 
 from llmstack.training.callbacks.checkpointing import Checkpointing
+from llmstack.training.callbacks.diagnostics import Diagnostics
 from llmstack.training.callbacks.guards import SameWeights, SkippedSteps
 from llmstack.training.callbacks.metrics import Metrics
 from llmstack.training.callbacks.norm_life import NormLife
@@ -12,6 +13,7 @@ from llmstack.training.callbacks.validation import Validation
 
 __all__ = [
     "Checkpointing",
+    "Diagnostics",
     "Metrics",
     "NormLife",
     "Profiling",

@@ -7,6 +7,8 @@ import resource
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -61,6 +63,13 @@ class Metrics(StepCallback):
         """Leave what was just done (validation, saving) out of the next step's time."""
         self._mark = time.perf_counter()
         self._spent = {"data_seconds": 0.0, "forward_backward_seconds": 0.0, "optimizer_seconds": 0.0}
+
+    @contextmanager
+    def stopped_clock(self) -> Iterator[None]:
+        """Leave what is done inside out of the step's time."""
+        began = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - began
 
     def _spend(self, on: str) -> None:
         now = time.perf_counter()

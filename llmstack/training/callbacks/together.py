@@ -13,6 +13,7 @@ from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.module import LanguageModel
 from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
+from llmstack.training.strategies import RankLauncher
 from llmstack.training.watchdog import Watchdog
 
 
@@ -40,6 +41,8 @@ class Together(StepCallback):
             hang_seconds=60 * self.config.hang_minutes,
         )
         self.watchdog.start()
+        if isinstance(launcher := trainer.strategy.launcher, RankLauncher):
+            launcher.all_met.set()
 
     def beat(self, what: str) -> None:
         """Note that this rank goes on."""

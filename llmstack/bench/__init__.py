@@ -1,0 +1,1 @@
+"""Benches: measured figures beside their physical limit. Torch, safetensors and PyYAML alone."""
