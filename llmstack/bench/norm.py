@@ -155,13 +155,13 @@ def enter_phase(site: nn.Module, phase: Phase, x: Tensor) -> None:
     """
     if isinstance(site, TaperedSite):
         sums = site.calibration_sums(x)
-        site.calibration.update(sums[:2] / sums[2])
+        site.calibration.update(sums[:2] / sums[2], decay=0.0)
         site.freeze()
         site.set_gate(_GATES[phase])
     elif isinstance(site, FakeLN) and phase != "norm":
         every, _, tokens, _ = site.sums(x)
         for scale in site.paths().values():
-            scale.average.update((every / tokens).expand(3))
+            scale.average.update((every / tokens).expand(3), decay=0.0)
             scale.freeze(first_token=False)
         site.is_linear = phase == "linear"
 

@@ -137,14 +137,15 @@ def test_single_query_path_equals_the_general_one(small: Build, kv_heads: int) -
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_cache_gives_the_full_forward(small: Build, norm: str, positions: str, kv_heads: int) -> None:
+    """In fp64, since attention this sharp makes much of rounding under some norms."""
     config = small(norm={"method": norm}, positions=positions, num_kv_heads=kv_heads)
-    model, ids = sharp(config), torch.randint(67, (2, 12))
+    model, ids = sharp(config).double(), torch.randint(67, (2, 12))
     full, index = model(ids), torch.arange(12)[None].expand(2, -1)
     for chunks in ([7, 1, 1, 1, 1, 1], [4, 4, 4], [12], [1] * 12):
-        cache, parts = KVCache(config, batch_size=2, max_length=16), []
+        cache, parts = KVCache(config, batch_size=2, max_length=16, dtype=torch.float64), []
         for part, where in zip(ids.split(chunks, 1), index.split(chunks, 1), strict=True):
             parts.append(model(part, positions=where, cache=cache))
-        assert_close(torch.cat(parts, 1), full)
+        assert_close(torch.cat(parts, 1), full, 1e-9)
 
 
 def test_cache_rows_at_different_positions(small: Build) -> None:

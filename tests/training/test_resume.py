@@ -96,7 +96,7 @@ def test_statistics_are_the_same_with_activation_checkpointing(fit: Fit, tmp_pat
     for name in ("none", "full"):
         assert fit(name, *arguments, "--model.activation_checkpointing", name) == 0
     kept, recomputed = tensors(tmp_path / "none", 10), tensors(tmp_path / "full", 10)
-    statistics = [name for name in kept if name.endswith((".c", ".scale", ".total", ".updates", ".target"))]
+    statistics = [name for name in kept if name.endswith((".c", ".scale", ".total", ".target"))]
     assert len(statistics) > 8
     assert all(torch.equal(kept[name], recomputed[name]) for name in statistics)
 

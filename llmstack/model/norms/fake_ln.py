@@ -38,9 +38,9 @@ class FrozenScale(Float32Buffers, nn.Module):
     scale: Tensor
     first_scale: Tensor
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.average = MovingAverage(3, decay)
+        self.average = MovingAverage(3)
         self.register_buffer("scale", torch.zeros(1))
         self.register_buffer("first_scale", torch.zeros(1))
 
@@ -70,12 +70,12 @@ class FrozenScale(Float32Buffers, nn.Module):
 class FakeLN(nn.Module):
     """One site with one path: the MLP's or the final one."""
 
-    def __init__(self, hidden_size: int, eps: float, centred: bool, decay: float) -> None:
+    def __init__(self, hidden_size: int, eps: float, centred: bool) -> None:
         super().__init__()
         self.eps, self.centred = eps, centred
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size)) if centred else None
-        self.frozen_scale = FrozenScale(decay)
+        self.frozen_scale = FrozenScale()
         self.is_linear = False
         """Whether the whole model is: then nothing is measured."""
         self.reset_parameters()
@@ -135,9 +135,9 @@ class FakeLN(nn.Module):
 class FakeLNBeforeAttention(FakeLN):
     """The first site: one path to Q and K, another to V."""
 
-    def __init__(self, hidden_size: int, eps: float, centred: bool, decay: float) -> None:
-        super().__init__(hidden_size, eps, centred, decay)
-        self.frozen_scale_v = FrozenScale(decay)
+    def __init__(self, hidden_size: int, eps: float, centred: bool) -> None:
+        super().__init__(hidden_size, eps, centred)
+        self.frozen_scale_v = FrozenScale()
 
     def paths(self) -> dict[str, FrozenScale]:
         return {"qk": self.frozen_scale, "v": self.frozen_scale_v}
@@ -221,13 +221,13 @@ class FakeLNMethod(AnchoredMethod):
         return min(self.start_mlp, self.start_final)
 
     def attention_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return FakeLNBeforeAttention(config.hidden_size, config.rms_norm_eps, self.centred, self.scale_average_decay)
+        return FakeLNBeforeAttention(config.hidden_size, config.rms_norm_eps, self.centred)
 
     def mlp_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return FakeLN(config.hidden_size, config.rms_norm_eps, self.centred, self.scale_average_decay)
+        return FakeLN(config.hidden_size, config.rms_norm_eps, self.centred)
 
     def final_norm(self, config: ModelConfig) -> nn.Module:
-        return FakeLN(config.hidden_size, config.rms_norm_eps, self.centred, self.scale_average_decay)
+        return FakeLN(config.hidden_size, config.rms_norm_eps, self.centred)
 
     def sites(self, model: Llama) -> dict[str, tuple[FakeLN, dict[FrozenScale, int]]]:
         """Module name -> the site, and for each of its scales the step after which it is switched."""
@@ -263,7 +263,8 @@ class FakeLNMethod(AnchoredMethod):
                 if step <= switch:
                     every, first, tokens, rows = sums[name]
                     rest = (every - first) / (tokens - rows)
-                    scale.average.update(torch.stack([every / tokens, rest, first / rows]))
+                    means = torch.stack([every / tokens, rest, first / rows])
+                    scale.average.update(means, self.scale_average_decay)
                 if step == switch:
                     scale.freeze(self.first_token)
                 if self.first_token and step == self.start_merge:

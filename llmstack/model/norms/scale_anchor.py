@@ -34,28 +34,35 @@ class MovingAverage(Float32Buffers, nn.Module):
     """Exponential moving average of vectors, zero at the start, with its bias corrected; saved with the weights."""
 
     total: Tensor
-    updates: Tensor
+    weight: Tensor
 
-    def __init__(self, size: int, decay: float) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.decay = decay
         self.register_buffer("total", torch.zeros(size))
-        self.register_buffer("updates", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("weight", torch.zeros(1))
 
     def reset_parameters(self) -> None:
         """Nothing seen."""
         nn.init.zeros_(self.total)
-        self.updates.zero_()
+        nn.init.zeros_(self.weight)
 
-    def update(self, value: Tensor) -> None:
-        """Take in one more value."""
-        self.total.copy_(self.decay * self.total.double() + (1 - self.decay) * value.double())
-        self.updates.add_(1)
+    def update(self, value: Tensor, decay: float) -> None:
+        """Take in one more value; what was there keeps the share ``decay``."""
+        self.total.copy_(decay * self.total.double() + (1 - decay) * value.double())
+        self.weight.copy_(decay * self.weight.double() + (1 - decay))
 
     @property
     def value(self) -> Tensor:
         """The average, fp64; NaN before the first update."""
-        return self.total.double() / (1 - self.decay ** self.updates.double())
+        return self.total.double() / self.weight.double()
+
+
+def decay_before(step: int) -> float:
+    """Of an average that is frozen after ``step``: 0.99, or a memory of a tenth of the steps where that is shorter.
+
+    Early in a training the residual stream grows from step to step: an average over all of them would be stale.
+    """
+    return min(0.99, max(0.0, 1 - 10 / step))
 
 
 class ScaleAnchor(Float32Buffers, nn.Module):
@@ -63,10 +70,10 @@ class ScaleAnchor(Float32Buffers, nn.Module):
 
     target: Tensor
 
-    def __init__(self, weight: float, eps: float, centred: bool, decay: float) -> None:
+    def __init__(self, weight: float, eps: float, centred: bool) -> None:
         super().__init__()
         self.weight, self.eps, self.centred = weight, eps, centred
-        self.average = MovingAverage(1, decay)
+        self.average = MovingAverage(1)
         self.register_buffer("target", torch.zeros(1))
         self.active = False
         """Whether the target is fixed and the loss counts."""
@@ -95,9 +102,9 @@ class ScaleAnchor(Float32Buffers, nn.Module):
         scale = self.scale(hidden).double()
         return torch.stack([scale.sum(), scale.new_tensor(scale.numel())])
 
-    def update(self, sums: Tensor) -> None:
+    def update(self, sums: Tensor, decay: float) -> None:
         """Take in the sums of one optimiser step."""
-        self.average.update(sums[:1] / sums[1])
+        self.average.update(sums[:1] / sums[1], decay)
 
     def fix(self) -> None:
         """From here on the target stands."""
@@ -115,13 +122,14 @@ class AnchoredMethod(NormMethod):
 
     scale_loss: float = 0.0
     """λ of the loss that holds the scale of the last hidden state (published between 0.01 and 0.1); 0: none."""
-    scale_decay: float = 0.99
-    """Decay of the moving average, over optimiser steps, that the target is taken from."""
+    scale_decay: float | None = None
+    """Decay of the moving average, over optimiser steps, that the target is taken from; null: 0.99, and a memory of at
+    most a tenth of the steps before."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.scale_loss < math.inf:
             raise UserError(f"norm {self.name}: scale_loss is {self.scale_loss}; it must be 0 or above")
-        if not 0 <= self.scale_decay < 1:
+        if self.scale_decay is not None and not 0 <= self.scale_decay < 1:
             raise UserError(f"norm {self.name}: scale_decay is {self.scale_decay}; it must be in [0, 1)")
 
     @abstractmethod
@@ -131,7 +139,7 @@ class AnchoredMethod(NormMethod):
     def scale_anchor(self, config: ModelConfig) -> ScaleAnchor | None:
         if self.scale_loss == 0:
             return None
-        return ScaleAnchor(self.scale_loss, config.rms_norm_eps, self.centred, self.scale_decay)
+        return ScaleAnchor(self.scale_loss, config.rms_norm_eps, self.centred)
 
     @property
     def centred(self) -> bool:
@@ -154,10 +162,11 @@ class AnchoredMethod(NormMethod):
     ) -> None:
         """Take the samples' scale in, and fix the target when it is time."""
         anchor = self.own_anchor(model)
-        if anchor is None or step > self.anchor_step(max_steps):
+        last = self.anchor_step(max_steps)
+        if anchor is None or step > last:
             return
-        anchor.update(sums[SCALE])
-        if step == self.anchor_step(max_steps):
+        anchor.update(sums[SCALE], decay_before(last) if self.scale_decay is None else self.scale_decay)
+        if step == last:
             anchor.fix()
 
     def settle(self, model: Llama) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from llmstack.errors import UserError
 from llmstack.model.float32 import Float32Buffers
 from llmstack.model.norms.method import NOTHING, Gather, Observed, whole
-from llmstack.model.norms.scale_anchor import AnchoredMethod, MovingAverage
+from llmstack.model.norms.scale_anchor import AnchoredMethod, MovingAverage, decay_before
 
 if TYPE_CHECKING:
     from llmstack.model.llama import Llama
@@ -61,12 +61,12 @@ class TaperedSite(Float32Buffers, nn.Module):
     c: Tensor
     origin: Tensor
 
-    def __init__(self, hidden_size: int, eps: float, decay: float) -> None:
+    def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.offset = nn.Parameter(torch.empty(hidden_size))
-        self.calibration = MovingAverage(2, decay)
+        self.calibration = MovingAverage(2)
         self.register_buffer("gate", torch.empty(1))
         self.register_buffer("c", torch.empty(1))
         self.register_buffer("origin", torch.empty(hidden_size))
@@ -147,8 +147,9 @@ class TaperMethod(AnchoredMethod):
     """k_w as a share of all steps: the gate is 1 up to there (at least through the learning rate's warm-up)."""
     taper_end: float = 0.45
     """k_t as a share of all steps: the gate is 0 from there on (and should be for half of the training)."""
-    calibration_decay: float = 0.99
-    """Decay of the moving averages, over optimiser steps, that c is taken from."""
+    calibration_decay: float | None = None
+    """Decay of the moving averages, over optimiser steps, that c is taken from; null: 0.99, and a memory of at most a
+    tenth of the steps before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,7 +158,7 @@ class TaperMethod(AnchoredMethod):
                 f"norm {self.name}: taper_start is {self.taper_start} and taper_end {self.taper_end}; they must be "
                 "shares of the run, above 0, the end after the start"
             )
-        if not 0 <= self.calibration_decay < 1:
+        if self.calibration_decay is not None and not 0 <= self.calibration_decay < 1:
             raise UserError(f"norm {self.name}: calibration_decay is {self.calibration_decay}; it must be in [0, 1)")
 
     def schedule(self, max_steps: int) -> tuple[int, int]:
@@ -206,8 +207,9 @@ class TaperMethod(AnchoredMethod):
         sites = self.sites(model)
         start, end = self.schedule(max_steps)
         if step <= start:
+            decay = decay_before(start) if self.calibration_decay is None else self.calibration_decay
             for name, site in sites.items():
-                site.calibration.update(sums[name][:2] / sums[name][2])
+                site.calibration.update(sums[name][:2] / sums[name][2], decay)
         if step == start:
             for site in sites.values():
                 with gather(site.norm_parameters()):

@@ -28,8 +28,8 @@ class TaperLN(TaperedSite):
 
     bias_origin: Tensor
 
-    def __init__(self, hidden_size: int, eps: float, decay: float) -> None:
-        super().__init__(hidden_size, eps, decay)
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.bias_offset = nn.Parameter(torch.empty(hidden_size))
         self.register_buffer("bias_origin", torch.empty(hidden_size))
@@ -105,10 +105,10 @@ class InternalTaperLN(TaperMethod):
         return True
 
     def attention_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return FirstTaperLN(config.hidden_size, config.rms_norm_eps, self.calibration_decay)
+        return FirstTaperLN(config.hidden_size, config.rms_norm_eps)
 
     def mlp_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return TaperLN(config.hidden_size, config.rms_norm_eps, self.calibration_decay)
+        return TaperLN(config.hidden_size, config.rms_norm_eps)
 
     def final_norm(self, config: ModelConfig) -> nn.Module:
         return LayerNorm(config.hidden_size, config.rms_norm_eps)
@@ -124,4 +124,4 @@ class AllTaperLN(InternalTaperLN):
     """λ of the loss that holds the scale of the last hidden state (published between 0.01 and 0.1); 0: none."""
 
     def final_norm(self, config: ModelConfig) -> nn.Module:
-        return TaperLN(config.hidden_size, config.rms_norm_eps, self.calibration_decay)
+        return TaperLN(config.hidden_size, config.rms_norm_eps)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class TaperNorm(TaperedSite):
     """One site of TaperNorm."""
 
-    def __init__(self, hidden_size: int, eps: float, decay: float) -> None:
-        super().__init__(hidden_size, eps, decay)
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
         self.reset_parameters()
 
     def norm(self, x: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ class InternalTaper(TaperMethod):
         return frozenset({"rmsnorm"})
 
     def attention_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return FirstTaperNorm(config.hidden_size, config.rms_norm_eps, self.calibration_decay)
+        return FirstTaperNorm(config.hidden_size, config.rms_norm_eps)
 
     def mlp_norm(self, config: ModelConfig, layer: int) -> nn.Module:
-        return TaperNorm(config.hidden_size, config.rms_norm_eps, self.calibration_decay)
+        return TaperNorm(config.hidden_size, config.rms_norm_eps)
 
     def final_norm(self, config: ModelConfig) -> nn.Module:
         return RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -98,4 +98,4 @@ class AllTaper(InternalTaper):
     """λ of the loss that holds the scale of the last hidden state (published between 0.01 and 0.1); 0: none."""
 
     def final_norm(self, config: ModelConfig) -> nn.Module:
-        return TaperNorm(config.hidden_size, config.rms_norm_eps, self.calibration_decay)
+        return TaperNorm(config.hidden_size, config.rms_norm_eps)

@@ -20,7 +20,7 @@ SHORT = {"method": "fake_ln", "start_mlp": 2, "start_qk": 6, "start_v": 9, "star
 
 def site_of(kind: type[FakeLN], centred: bool = True) -> FakeLN:
     torch.manual_seed(0)
-    site = kind(WIDTH, EPS, centred, 0.9)
+    site = kind(WIDTH, EPS, centred)
     with torch.no_grad():
         for parameter in site.parameters():
             parameter.normal_(1, 0.5)

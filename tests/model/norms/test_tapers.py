@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from llmstack.errors import UserError
 from llmstack.model import Llama, ModelConfig
 from llmstack.model.norms.rmsnorm import RMSNorm
+from llmstack.model.norms.scale_anchor import decay_before
 from llmstack.model.norms.taper import TaperedSite
 from llmstack.model.norms.taperln import AllTaperLN, InternalTaperLN, TaperLN
 from llmstack.model.norms.tapernorm import AllTaper, InternalTaper, TaperNorm
@@ -21,10 +22,10 @@ WIDTH, EPS = 24, 1e-5
 both = pytest.mark.parametrize("kind", [TaperNorm, TaperLN])
 
 
-def site_of(kind: type[TaperedSite], decay: float = 0.99) -> TaperedSite:
+def site_of(kind: type[TaperedSite]) -> TaperedSite:
     """With gains and biases that a training may have left."""
     torch.manual_seed(0)
-    site = kind(WIDTH, EPS, decay)
+    site = kind(WIDTH, EPS)
     with torch.no_grad():
         for parameter in site.norm_parameters():
             parameter.normal_(1, 0.5)
@@ -42,7 +43,7 @@ def tokens(*shape: int) -> Tensor:
 def calibrate(site: TaperedSite, *batches: Tensor) -> None:
     for x in batches:
         sums = site.calibration_sums(x)
-        site.calibration.update(sums[:2] / sums[2])
+        site.calibration.update(sums[:2] / sums[2], decay=0.9)
     site.freeze()
 
 
@@ -95,7 +96,7 @@ def test_c_times_the_scale_is_about_one() -> None:
 
 
 def test_the_averages_are_those_of_the_steps_with_their_bias_corrected() -> None:
-    site, batches = site_of(TaperNorm, decay=0.9), [tokens(4, 3) * scale for scale in (1, 2, 5)]
+    site, batches = site_of(TaperNorm), [tokens(4, 3) * scale for scale in (1, 2, 5)]
     calibrate(site, *batches)
     fits = torch.zeros(2, dtype=torch.float64)
     for x in batches:
@@ -186,7 +187,12 @@ def test_a_life(small: Build, method: str) -> None:
             assert all(torch.equal(site.origin, gains[name]) for name, site in sites.items())
     # After step k stands what step k + 1 computes with.
     assert phases == [{"norm"}, {"taper"}, {"taper"}, {"taper"}, {"linear"}, *[{"linear"}] * 5]
-    assert {int(site.calibration.updates) for site in sites.values()} == {2}
+    assert {float(site.calibration.weight) for site in sites.values()} == {1.0}
+
+
+def test_averages_forget_in_a_tenth_of_the_steps_before_and_in_a_hundred_at_most() -> None:
+    """10 of 100 steps is a decay of 0.9; with 1000 and more it is 0.99; of ten steps the last alone counts."""
+    assert [decay_before(step) for step in (1, 10, 100, 1000, 100_000)] == [0.0, 0.0, 0.9, 0.99, 0.99]
 
 
 @pytest.mark.parametrize("length", [1, 9])
