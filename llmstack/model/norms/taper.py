@@ -97,9 +97,17 @@ class TaperedSite(Float32Buffers, nn.Module):
     def linear_parameters(self) -> list[Tensor]:
         """What L alone uses."""
 
-    @abstractmethod
+    def centre(self, x: Tensor) -> Tensor:
+        """``x`` as the norm sees it: without its mean, where the norm takes that away."""
+        return x
+
     def calibration_sums(self, x: Tensor) -> Tensor:
         """Over the tokens of ``x``: Σ ⟨L₁, N⟩, Σ ||L₁||² (L₁ is L with c = 1 and without β~) and their number, fp64."""
+        centred = self.centre(x.to(torch.promote_types(x.dtype, torch.float32)))
+        scale = (centred.pow(2).mean(-1) + self.eps).sqrt()
+        energy = (self.weight.to(centred.dtype) * centred).pow(2).sum(-1)
+        fit = torch.stack([(energy / scale).sum(dtype=torch.float64), energy.sum(dtype=torch.float64)])
+        return torch.cat([fit, fit.new_tensor([energy.numel()])])
 
     @property
     def scale(self) -> Tensor:

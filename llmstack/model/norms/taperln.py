@@ -45,7 +45,10 @@ class TaperLN(TaperedSite):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def linear(self, x: Tensor) -> Tensor:
-        return self.scale.to(x.dtype) * (x - x.mean(-1, keepdim=True)) + self.shift.to(x.dtype)
+        return self.scale.to(x.dtype) * self.centre(x) + self.shift.to(x.dtype)
+
+    def centre(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
 
     @property
     def shift(self) -> Tensor:
@@ -62,14 +65,6 @@ class TaperLN(TaperedSite):
         """Fix c, and let γ~ and β~ start from γ and β, which must be whole."""
         super().freeze()
         self.bias_origin.copy_(self.bias)
-
-    def calibration_sums(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        centred = wide - wide.mean(-1, keepdim=True)
-        scale = (centred.pow(2).mean(-1) + self.eps).sqrt()
-        energy = (self.weight.to(wide.dtype) * centred).pow(2).sum(-1)
-        fit = torch.stack([(energy / scale).sum(dtype=torch.float64), energy.sum(dtype=torch.float64)])
-        return torch.cat([fit, fit.new_tensor([energy.numel()])])
 
     def folded(self) -> Folded:
         """c·γ~, β~ and the centring when the norm is gone; before the taper it is LayerNorm."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from llmstack.model.norms.folded import Affine, Folded, NoNorm
@@ -41,13 +40,6 @@ class TaperNorm(TaperedSite):
 
     def linear_parameters(self) -> list[Tensor]:
         return [self.offset]
-
-    def calibration_sums(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = (wide.pow(2).mean(-1) + self.eps).sqrt()
-        energy = (self.weight.to(wide.dtype) * wide).pow(2).sum(-1)
-        fit = torch.stack([(energy / scale).sum(dtype=torch.float64), energy.sum(dtype=torch.float64)])
-        return torch.cat([fit, fit.new_tensor([energy.numel()])])
 
     def folded(self) -> Folded:
         """c·γ~ when the norm is gone; before the taper it is RMSNorm."""
