@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,17 @@ from llmstack.checkpoint import MetricsFile
 from tests.e2e.conftest import SMALL, Command, environment
 
 KILLS = 3
+
+
+LIVES = {
+    "tapernorm_all": ["--model.config.norm.taper_start", "0.4", "--model.config.norm.taper_end", "0.8"],
+    "fake_ln": [
+        word
+        for site, start in (("mlp", 20), ("qk", 40), ("v", 60), ("final", 80))
+        for word in (f"--model.config.norm.start_{site}", str(start))
+    ],
+}
+"""What happens to the norms within a hundred steps: measuring first, removal then."""
 
 
 def arguments(run: Path, steps: int) -> list[str]:
@@ -26,9 +38,9 @@ def rows_of(run: Path) -> list[dict[str, float]]:
     return MetricsFile(path).read() if path.is_file() and path.stat().st_size else []
 
 
-def kill_at(step: int, run: Path, steps: int) -> None:
+def kill_at(step: int, run: Path, arguments: Sequence[str]) -> None:
     """Start the run and SIGKILL it once it has logged ``step``, which lies past all that earlier starts logged."""
-    command = [sys.executable, "-m", "llmstack", *arguments(run, steps)]
+    command = [sys.executable, "-m", "llmstack", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment())
     deadline = time.monotonic() + 240
     try:
@@ -49,7 +61,7 @@ def test_three_kills_change_nothing(llmstack: Command, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     moments = sorted(random.sample(range(5, 130), KILLS))
     for moment in moments:
-        kill_at(moment, killed, steps)
+        kill_at(moment, killed, arguments(killed, steps))
         last = rows_of(killed)[-1]["step"]
         saved = sorted(int(path.name[5:]) for path in (killed / "checkpoints").glob("step-*")) or [0]
         # Written beside the training, but never more than one at a time.
@@ -60,6 +72,25 @@ def test_three_kills_change_nothing(llmstack: Command, tmp_path: Path) -> None:
     table = [[[row[name] for name in columns] for row in rows_of(run)] for run in (whole, killed)]
     assert table[0] == table[1], moments
     assert [row[0] for row in table[1]] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("norm", ["tapernorm_all", pytest.param("fake_ln", marks=pytest.mark.full)])
+def test_norms_killed_while_they_are_measured_and_removed(llmstack: Command, tmp_path: Path, norm: str) -> None:
+    """Killed in the midst of each: the same losses, weights, factors and averages to the last bit."""
+    steps = 100
+    life = ["-c", f"norm/{norm}.yaml", *LIVES[norm], "--run.checkpoint_every", "10"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finished = llmstack(*arguments(whole, steps), *life)
+    assert finished.returncode == 0, finished.stderr
+    for moment in (random.randint(12, 38), random.randint(52, 78)):
+        kill_at(moment, killed, [*arguments(killed, steps), *life])
+    finished = llmstack(*arguments(killed, steps), *life)
+    assert finished.returncode == 0, finished.stderr
+    table = [[(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(run)] for run in (whole, killed)]
+    assert table[0] == table[1]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ends = [next((run / "checkpoints" / f"step-{steps:08d}").rglob(name)) for run in (whole, killed)]
+        assert ends[0].read_bytes() == ends[1].read_bytes(), name
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
