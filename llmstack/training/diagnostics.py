@@ -29,8 +29,7 @@ from llmstack.model.norms.bhyt_star import EPS, BoundedTanh, Statistics
 from llmstack.model.norms.dyt import DyT
 from llmstack.model.norms.fake_ln import FakeLN, FakeLNBeforeAttention, FrozenScale
 from llmstack.model.norms.taper import TaperedSite
-from llmstack.model.norms.taperln import TaperLN
-from llmstack.training.probe import evaluating
+from llmstack.training.probe import looking
 
 ROWS = 2
 """Rows of a batch that are looked at."""
@@ -68,12 +67,9 @@ def diagnose(
     look = _Look(model, rows["input_ids"], rows["labels"], rows.get("document_ids"), eos_id)
     entropies = _AttentionEntropies()
     with ExitStack() as stack:
-        for module, watch in look.watched():
-            stack.callback(module.register_forward_pre_hook(watch).remove)
+        stack.enter_context(looking(model, look.watched()))
         # Before the hook with which a strategy takes the weights away again.
         stack.callback(model.lm_head.register_forward_hook(look.at_head, prepend=True).remove)
-        stack.enter_context(evaluating(model))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         with entropies if attention else nullcontext():
             hidden = model.hidden_states(rows["input_ids"], document_ids=rows.get("document_ids"))
         model.lm_head(hidden.flatten(0, 1)[look.chosen])
@@ -247,9 +243,7 @@ def _(site: DyT, x: Tensor, carry: Any, around: Surroundings) -> dict[str, Tenso
 @of_site.register
 def _(site: TaperedSite, x: Tensor, carry: Any, around: Surroundings) -> dict[str, Tensor]:
     """c·r(h), mean over the tokens: 1 where the linear map is as large as the norm."""
-    wide = _wide(x)
-    wide = wide - wide.mean(-1, keepdim=True) if isinstance(site, TaperLN) else wide
-    scale = (wide.pow(2).mean(-1) + site.eps).sqrt().mean()
+    scale = (site.centre(_wide(x)).pow(2).mean(-1) + site.eps).sqrt().mean()
     return {"gate": site.gate, "scale_ratio": _if_set(site.c) * scale}
 
 

@@ -5,7 +5,7 @@ Statistics never come from the training forward itself: compiled it has no hooks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,28 +28,29 @@ def probe(model: Llama, batch: Mapping[str, Any], observed: Mapping[str, Observe
         observed: modules, and what of their inputs is wanted.
     """
     found: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for name, (module, measure) in observed.items():
-            stack.callback(module.register_forward_pre_hook(_storing(found, name, measure)).remove)
-        stack.enter_context(evaluating(model))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with looking(model, [(module, _storing(found, name, of)) for name, (module, of) in observed.items()]):
         model.hidden_states(batch["input_ids"], document_ids=batch.get("document_ids"))
     return found
 
 
-def _storing(found: dict[str, Tensor], name: str, measure: Any) -> Any:
+@contextmanager
+def looking(model: nn.Module, watched: Iterable[tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
+    """Inside, ``model`` is in evaluation mode and not compiled, and what is ``watched`` hooks the inputs of modules.
+
+    Afterwards the whole model is in the mode that it was in.
+    """
+    training = model.training
+    with ExitStack() as stack:
+        for module, hook in watched:
+            stack.callback(module.register_forward_pre_hook(hook).remove)
+        stack.callback(model.train, training)
+        model.eval()
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _storing(found: dict[str, Tensor], name: str, measure: Callable[[Tensor], Tensor]) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         found[name] = measure(inputs[0])
 
     return hook
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, and the whole model in the mode that it was in afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
