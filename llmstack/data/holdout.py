@@ -2,7 +2,8 @@
 
 Every unit of text (a document, or a section of about 2 kB of a plain-text file) is ranked by the SHA-256 of
 its text, and those with the smallest hashes are held out. So the split depends neither on the order of the
-data nor on any seed, and identical texts always fall on the same side.
+data nor on any seed, and identical texts always fall on the same side. Where files of their own are held out, the
+same texts are left out of the training data.
 """
 
 import hashlib
@@ -97,6 +98,17 @@ def choose_holdout(documents: Callable[[], Iterable[Document]], tokenizer: "Toke
     if first.unit == "document":
         return _choose_documents(text_hash(document.text) for document in same_kind)
     return _choose_sections(documents, same_kind, tokenizer)
+
+
+def hold_out_all(documents: Iterable[Document]) -> Holdout:
+    """Held out are all texts of ``documents``, which are a source of their own."""
+    iterator = iter(documents)
+    first = next(iterator, None)
+    if first is None:
+        raise UserError("the held-out files have no documents")
+    same_kind = (_of_unit(document, first) for document in itertools.chain([first], iterator))
+    counts = Counter(text_hash(text) for document in same_kind for text in units_of(document))
+    return Holdout(first.unit, frozenset(counts), counts.total(), counts.total())
 
 
 def _of_unit(document: Document, first: Document) -> Document:

@@ -1,17 +1,18 @@
 """From a source to prepared data: tokenise once, find it in the cache ever after."""
 
 import hashlib
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmstack.checkpoint.files import failing_in_one_line
-from llmstack.data.holdout import RULE, Holdout, Split, choose_holdout
+from llmstack.data.holdout import RULE, Holdout, Split, choose_holdout, hold_out_all
 from llmstack.data.prepared import (
     FORMAT_VERSION,
     SPLITS,
@@ -46,6 +47,7 @@ def prepare_source(
     tokenizer: "Tokenizer",
     policy: "BosEosPolicy",
     text_field: str = "text",
+    heldout: Source | None = None,
     report: Report = print_report,
 ) -> PreparedData:
     """The prepared data of a source, tokenised now or found in the cache from an earlier start.
@@ -54,16 +56,18 @@ def prepare_source(
         source: ``"embedded"``, or files, globs and folders.
         policy: BOS and EOS around each document.
         text_field: the field of JSON lines, the column of Parquet.
+        heldout: files that are the held-out split; none: a part of the source.
         report: receives a line of progress every few seconds of long work.
     """
     sources = describe_source(source)
+    held_out = None if heldout is None else describe_source(heldout)
     key = {
         "format_version": FORMAT_VERSION,
         "sources": sources,
         "text_field": text_field,
         "tokenizer": tokenizer.fingerprint,
         "policy": policy.to_dict(),
-        "holdout": RULE,
+        "holdout": RULE if held_out is None else held_out,
     }
     root = cache_root()
     path = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -71,7 +75,7 @@ def prepare_source(
     if not path.exists():
         with failing_in_one_line(root), atomic_folder(path) as folder:
             if fresh := folder is not None:
-                write_prepared(folder, source, tokenizer, policy, sources, text_field, report)
+                write_prepared(folder, source, tokenizer, policy, sources, text_field, held_out, report)
     prepared = PreparedData(path, tokenizer)
     if not fresh and prepared.num_stored_bytes < _VERIFY_BELOW:
         prepared.verify()
@@ -85,15 +89,27 @@ def write_prepared(
     policy: "BosEosPolicy",
     sources: list[dict[str, Any]],
     text_field: str,
+    held_out: list[dict[str, Any]] | None,
     report: Report,
 ) -> None:
-    """Tokenise a source into a folder that exists and is empty: both splits and the index."""
+    """Tokenise a source, and the files that are held out, into a folder that exists and is empty: both splits and the
+    index."""
     # A list of absolute files, so that both passes read what `sources` describes.
     files: Source = EMBEDDED if source == EMBEDDED else [entry["path"] for entry in sources]
-    holdout = choose_holdout(lambda: iterate_documents(files, text_field), tokenizer)
+    pieces: Iterable[_Piece]
+    if held_out is None:
+        holdout = choose_holdout(lambda: iterate_documents(files, text_field), tokenizer)
+        pieces = _pieces(iterate_documents(files, text_field), holdout, SPLITS)
+    else:
+        heldout = [entry["path"] for entry in held_out]
+        holdout = hold_out_all(iterate_documents(heldout, text_field))
+        pieces = itertools.chain(
+            _pieces(iterate_documents(files, text_field), holdout, ("train",)),
+            _pieces(iterate_documents(heldout, text_field), holdout, ("heldout",)),
+        )
     writers = {split: ShardWriter(folder, split, tokenizer.vocab_size) for split in SPLITS}
     progress = _Progress(report)
-    for group in _groups(_pieces(iterate_documents(files, text_field), holdout)):
+    for group in _groups(pieces):
         encoded = tokenizer.encode_batch([piece.text for piece in group])
         for piece, ids in zip(group, encoded, strict=True):
             ends = replace(policy, bos=policy.bos and piece.first, eos=policy.eos and piece.last)
@@ -101,9 +117,13 @@ def write_prepared(
         progress.update(group, sum(map(len, encoded)))
     for writer in writers.values():
         writer.close()
-    if describe_source(files) != sources:
+    for split, writer in writers.items():
+        if not writer.shards:
+            raise UserError(f"no text is left for the {split} split: all of the source stands in the held-out files")
+    if describe_source(files) != sources or (held_out is not None and describe_source(heldout) != held_out):
         raise UserError("a source file changed while it was being prepared: start again when it is complete")
-    write_index(folder, {s: w.shards for s, w in writers.items()}, tokenizer, policy, sources, holdout)
+    shards = {split: writer.shards for split, writer in writers.items()}
+    write_index(folder, shards, tokenizer, policy, sources, holdout, RULE if held_out is None else held_out)
 
 
 @dataclass(frozen=True)
@@ -116,10 +136,10 @@ class _Piece:
     last: bool
 
 
-def _pieces(documents: Iterable[Document], holdout: Holdout) -> Iterator[_Piece]:
+def _pieces(documents: Iterable[Document], holdout: Holdout, splits: Sequence[Split]) -> Iterator[_Piece]:
     for document in documents:
         for split, texts in holdout.divide(document):
-            for i, text in enumerate(texts):
+            for i, text in enumerate(texts if split in splits else ()):
                 yield _Piece(split, text, first=i == 0, last=i == len(texts) - 1)
 
 

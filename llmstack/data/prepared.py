@@ -129,8 +129,12 @@ def write_index(
     policy: "BosEosPolicy",
     sources: list[dict[str, Any]],
     holdout: Holdout,
+    rule: Any = RULE,
 ) -> None:
-    """Write ``index.json``, which makes a folder of finished shards prepared data."""
+    """Write ``index.json``, which makes a folder of finished shards prepared data.
+
+    ``rule`` is what defines the held-out split beside the texts: the rule, or the files that are held out.
+    """
     splits = {
         split: {kind: sum(s[kind] for s in records) for kind in ("documents", "tokens", "bytes")} | {"shards": records}
         for split, records in shards.items()
@@ -142,7 +146,7 @@ def write_index(
         "policy": policy.to_dict(),
         "sources": sources,
         "holdout": {
-            "rule": RULE,
+            "rule": rule,
             "unit": holdout.unit,
             "units": holdout.num_units,
             "heldout_units": holdout.num_heldout,

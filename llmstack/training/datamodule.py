@@ -34,6 +34,7 @@ class LanguageData(L.LightningDataModule):
     Args:
         source: `embedded` (the language reference inside CPython), `text` (files), or the generated `copy` or `sort`.
         files: for `text`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or .parquet.
+        heldout_files: files of the held-out split, which is never trained on; null: a part of `files`.
         tokenizer: tokenizer file or folder; for `embedded` it may be left out: a small BPE is trained on the spot.
         embedded_vocab_size: size of that BPE.
         text_field: field of JSON lines or column of Parquet that holds the text.
@@ -48,6 +49,7 @@ class LanguageData(L.LightningDataModule):
         self,
         source: Literal["embedded", "text", "copy", "sort"] = "embedded",
         files: str | list[str] | None = None,
+        heldout_files: str | list[str] | None = None,
         tokenizer: str | None = None,
         embedded_vocab_size: int = 2048,
         text_field: str = "text",
@@ -67,11 +69,13 @@ class LanguageData(L.LightningDataModule):
             raise UserError("data.files is not set: give --data.files a path, a glob or a folder")
         if source == "text" and not tokenizer:
             raise UserError("data.tokenizer is not set: give --data.tokenizer a tokenizer file or folder")
-        if source != "text" and files:
-            raise UserError(f"data.files is set, but data.source is {source}: set data.source to text")
+        for name, given in (("files", files), ("heldout_files", heldout_files)):
+            if source != "text" and given:
+                raise UserError(f"data.{name} is set, but data.source is {source}: set data.source to text")
         if source in ("copy", "sort") and tokenizer:
             raise UserError(f"data.tokenizer is set, but data.source {source} generates ids and has no text")
-        self.source, self.files, self.tokenizer_path, self.text_field = source, files, tokenizer, text_field
+        self.source, self.files, self.heldout_files = source, files, heldout_files
+        self.tokenizer_path, self.text_field = tokenizer, text_field
         self.embedded_vocab_size, self.block_size = embedded_vocab_size, block_size
         self.micro_batch_size, self.document_masks, self.num_workers = micro_batch_size, document_masks, num_workers
         self.seed = seed
@@ -106,7 +110,7 @@ class LanguageData(L.LightningDataModule):
         self.policy = BosEosPolicy.default(self.tokenizer)
         files = EMBEDDED if self.source == "embedded" else self.files
         assert files is not None
-        self.prepared = prepare_source(files, self.tokenizer, self.policy, self.text_field)
+        self.prepared = prepare_source(files, self.tokenizer, self.policy, self.text_field, self.heldout_files)
         self.vocab_size = self.prepared.vocab_size
         self.fingerprint = f"{self.prepared.folder.name}-{self.block_size}"
         masks = self.document_masks

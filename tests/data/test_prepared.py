@@ -16,7 +16,7 @@ import pytest
 
 from llmstack.data import PreparedData, Split, iterate_documents, prepare, prepare_source
 from llmstack.data.holdout import Holdout, units_of
-from llmstack.data.prepared import ShardWriter, token_dtype, write_index
+from llmstack.data.prepared import SPLITS, ShardWriter, token_dtype, write_index
 from llmstack.data.sources import embedded_documents
 from llmstack.errors import UserError
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
@@ -235,6 +235,25 @@ def test_what_changes_the_data_prepares_anew(
     write_rows(f"document {i}" for i in range(201))
     folders.add(prepare_source(path, tokenizer, policy).folder)
     assert len(folders) == 4
+
+
+def test_files_that_are_held_out(
+    write_rows: Callable[..., Path], tmp_path: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    """They are the held-out split, whole and in order, and a text that stands in them is not trained on."""
+    heldout = write_rows(f"kept apart {i}" for i in range(3)).rename(tmp_path / "heldout.jsonl")
+    train = write_rows([*(f"document {i}" for i in range(10)), "kept apart 1"])
+    prepared = prepare_source(train, tokenizer, policy, heldout=heldout)
+    text = {split: tokenizer.decode(prepared[split].read(0, prepared[split].num_tokens).tolist()) for split in SPLITS}
+    assert text == {
+        "train": "".join(f"document {i}" for i in range(10)),
+        "heldout": "".join(f"kept apart {i}" for i in range(3)),
+    }
+    assert [entry["path"] for entry in prepared.index["holdout"]["rule"]] == [str(heldout)]
+    os.utime(heldout, ns=(1, 1))
+    assert prepare_source(train, tokenizer, policy, heldout=heldout).folder != prepared.folder
+    with pytest.raises(UserError, match="no text is left for the train split"):
+        prepare_source(heldout, tokenizer, policy, heldout=heldout)
 
 
 def test_damaged_cache_is_reported(
