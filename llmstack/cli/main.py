@@ -8,14 +8,25 @@ import sys
 from collections.abc import Sequence
 
 from llmstack import __version__
-from llmstack.cli import bench, fit, generate, import_checkpoint, inspect, perplexity, report, tokenizer, validate
+from llmstack.cli import (
+    bench,
+    fit,
+    generate,
+    import_checkpoint,
+    inspect,
+    perplexity,
+    prepare,
+    report,
+    tokenizer,
+    validate,
+)
 from llmstack.cli.parsing import Parser
 from llmstack.errors import Stopped, UserError
 
 CONFIGURED = {"fit": fit, "validate": validate}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
 
-SUBCOMMANDS = (tokenizer, perplexity, generate, inspect, import_checkpoint, bench, report)
+SUBCOMMANDS = (tokenizer, prepare, perplexity, generate, inspect, import_checkpoint, bench, report)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 from llmstack.checkpoint.files import failing_in_one_line
 from llmstack.data.prepare import cache_root
-from llmstack.data.prepared import atomic_folder
+from llmstack.data.prepared import growing_folder
 from llmstack.data.sources import EMBEDDED, describe_source, iterate_documents
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer, train_tokenizer
 
@@ -16,7 +16,7 @@ def embedded_tokenizer(vocab_size: int) -> Tokenizer:
     content = describe_source(EMBEDDED)[0]["embedded"]
     path = cache_root() / f"embedded-tokenizer-{vocab_size}-{content[:16]}"
     if not path.exists():
-        with failing_in_one_line(path.parent), atomic_folder(path) as folder:
+        with failing_in_one_line(path.parent), growing_folder(path, path.name) as folder:
             if folder is not None:
                 tokenizer = train_tokenizer((document.text for document in iterate_documents(EMBEDDED)), vocab_size)
                 tokenizer.save(folder, BosEosPolicy.default(tokenizer))

@@ -6,14 +6,16 @@ data nor on any seed, and identical texts always fall on the same side. Where fi
 same texts are left out of the training data.
 """
 
+from __future__ import annotations
+
 import hashlib
 import heapq
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmstack.data.sources import Document
 from llmstack.errors import UserError
@@ -45,6 +47,15 @@ class Holdout:
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the sorted hashes of the held-out texts."""
         return hashlib.sha256(b"".join(sorted(self.hashes))).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"hashes": [digest.hex() for digest in sorted(self.hashes)]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Holdout:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**(values | {"hashes": frozenset(map(bytes.fromhex, values["hashes"]))}))
 
     def divide(self, document: Document) -> Iterator[tuple[Split, list[str]]]:
         """The part of a document that stays in each split, as texts in order; empty parts are left out.
@@ -84,7 +95,7 @@ def cut_sections(text: str) -> list[str]:
     return sections
 
 
-def choose_holdout(documents: Callable[[], Iterable[Document]], tokenizer: "Tokenizer") -> Holdout:
+def choose_holdout(documents: Callable[[], Iterable[Document]], tokenizer: Tokenizer) -> Holdout:
     """Choose the held-out texts of a source, which is read once or (sections) up to three times.
 
     ``documents`` starts a new iteration. Raises :class:`UserError` where the source is too small to hold out
@@ -96,7 +107,10 @@ def choose_holdout(documents: Callable[[], Iterable[Document]], tokenizer: "Toke
         raise UserError("the source has no documents")
     same_kind = (_of_unit(document, first) for document in itertools.chain([first], iterator))
     if first.unit == "document":
-        return _choose_documents(text_hash(document.text) for document in same_kind)
+        hashes = SmallestHashes()
+        for document in same_kind:
+            hashes.add(text_hash(document.text))
+        return choose_documents(hashes)
     return _choose_sections(documents, same_kind, tokenizer)
 
 
@@ -113,11 +127,16 @@ def hold_out_all(documents: Iterable[Document]) -> Holdout:
 
 def _of_unit(document: Document, first: Document) -> Document:
     if document.unit != first.unit:
-        raise UserError(
-            f"{first.where} and {document.where}: plain text and rows cannot be mixed in one source "
-            "(they are held out by different rules): prepare them apart"
-        )
+        raise mixed(first.where, document.where)
     return document
+
+
+def mixed(one: str, other: str) -> UserError:
+    """What to say of a source with documents of both units, at these places."""
+    return UserError(
+        f"{one} and {other}: plain text and rows cannot be mixed in one source (they are held out by different "
+        "rules): prepare them apart"
+    )
 
 
 def num_heldout_documents(num_documents: int) -> int:
@@ -125,8 +144,47 @@ def num_heldout_documents(num_documents: int) -> int:
     return min(max(round(DOCUMENT_FRACTION * num_documents), MIN_DOCUMENTS), MAX_DOCUMENTS)
 
 
-def _choose_documents(hashes: Iterable[bytes]) -> Holdout:
-    total, counts = _smallest(hashes, MAX_DOCUMENTS)
+class SmallestHashes:
+    """Of a stream: the :data:`MAX_DOCUMENTS` smallest different hashes, how often each came, and how many came in all.
+
+    One pass, memory O(limit): a hash among the smallest in the end was among them whenever it came by, also in each
+    part of the stream that is taken by itself and put together by :meth:`merge`.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.counts: dict[bytes, int] = {}
+        self._heap: list[int] = []  # negated, so that the largest kept hash is on top
+
+    def add(self, digest: bytes) -> None:
+        """One more text."""
+        self.total += 1
+        self._add(digest, 1)
+
+    def merge(self, other: SmallestHashes) -> None:
+        """What another part of the stream has seen."""
+        self.total += other.total
+        for digest, times in other.counts.items():
+            self._add(digest, times)
+
+    def _add(self, digest: bytes, times: int) -> None:
+        if digest in self.counts:
+            self.counts[digest] += times
+        elif len(self._heap) < MAX_DOCUMENTS:
+            self.counts[digest] = times
+            heapq.heappush(self._heap, -int.from_bytes(digest, "big"))
+        elif -self._heap[0] > (value := int.from_bytes(digest, "big")):
+            self.counts[digest] = times
+            del self.counts[(-heapq.heapreplace(self._heap, -value)).to_bytes(32, "big")]
+
+
+def choose_documents(hashes: SmallestHashes) -> Holdout:
+    """Choose among all documents of a source, whose hashes are given.
+
+    Raises:
+        UserError: there are too few different ones.
+    """
+    total, counts = hashes.total, hashes.counts
     if total < 2 * MIN_DOCUMENTS:
         raise UserError(
             f"only {total} documents, too few to hold out {MIN_DOCUMENTS}: give at least "
@@ -149,28 +207,8 @@ def _choose_documents(hashes: Iterable[bytes]) -> Holdout:
     return Holdout("document", frozenset(chosen), total, held)
 
 
-def _smallest(hashes: Iterable[bytes], limit: int) -> tuple[int, dict[bytes, int]]:
-    """How many hashes there are, and the ``limit`` smallest different ones with how often each occurs.
-
-    One pass, memory O(limit): a hash among the smallest in the end was among them whenever it came by.
-    """
-    total, counts = 0, dict[bytes, int]()
-    heap: list[int] = []  # negated, so that the largest kept hash is on top
-    for digest in hashes:
-        total += 1
-        if digest in counts:
-            counts[digest] += 1
-        elif len(heap) < limit:
-            counts[digest] = 1
-            heapq.heappush(heap, -int.from_bytes(digest, "big"))
-        elif -heap[0] > (value := int.from_bytes(digest, "big")):
-            counts[digest] = 1
-            del counts[(-heapq.heapreplace(heap, -value)).to_bytes(32, "big")]
-    return total, counts
-
-
 def _choose_sections(
-    documents: Callable[[], Iterable[Document]], first_pass: Iterable[Document], tokenizer: "Tokenizer"
+    documents: Callable[[], Iterable[Document]], first_pass: Iterable[Document], tokenizer: Tokenizer
 ) -> Holdout:
     counts = Counter(text_hash(text) for document in first_pass for text in units_of(document))
     ranked, total = sorted(counts), counts.total()

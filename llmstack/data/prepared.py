@@ -1,7 +1,8 @@
 """The on-disk format of tokenised text, to write and to read.
 
-A prepared folder has ``index.json`` and, for each split (``train``, ``heldout``), Arrow IPC stream shards
-``<split>-<number>.arrow`` with one row a document::
+A prepared folder has ``index.json``, the tokenizer (``tokenizer/``), the rows that were skipped (``skipped.jsonl``:
+where and why), and, for each unit of the source and split (``train``, ``heldout``), Arrow IPC stream shards
+``units/<unit>/<split>-<number>.arrow`` with one row a document::
 
     tokens  list<uint16 | uint32>   BOS and EOS included; uint16 where every id is below 65,536
     bytes   int64                   UTF-8 bytes of the document's text
@@ -30,17 +31,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmstack.checkpoint.files import sync_folder
 from llmstack.data.holdout import RULE, Holdout, Split
 from llmstack.errors import UserError
 
 if TYPE_CHECKING:
     from llmstack.tokenizer import BosEosPolicy, Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 TOKENS_PER_BATCH = 1 << 20
 TOKENS_PER_SHARD = 1 << 27
 _INDEX = "index.json"
+SKIPPED = "skipped.jsonl"
+TOKENIZER = "tokenizer"
+UNITS = "units"
+
+
+class Unfinished(UserError):
+    """Work that stopped and can be taken up again: what is finished is kept."""
 
 
 class ShardWriter:
@@ -124,16 +133,19 @@ class ShardWriter:
 
 def write_index(
     folder: Path,
+    identity: str,
     shards: dict[Split, list[dict[str, Any]]],
     tokenizer: "Tokenizer",
     policy: "BosEosPolicy",
     sources: list[dict[str, Any]],
     holdout: Holdout,
     rule: Any = RULE,
+    skipped_rows: int = 0,
 ) -> None:
     """Write ``index.json``, which makes a folder of finished shards prepared data.
 
-    ``rule`` is what defines the held-out split beside the texts: the rule, or the files that are held out.
+    ``identity`` is a hash of all that the data depend on; ``rule`` is what defines the held-out split beside the texts:
+    the rule, or the files that are held out.
     """
     splits = {
         split: {kind: sum(s[kind] for s in records) for kind in ("documents", "tokens", "bytes")} | {"shards": records}
@@ -141,10 +153,12 @@ def write_index(
     }
     index = {
         "format_version": FORMAT_VERSION,
+        "identity": identity,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "policy": policy.to_dict(),
         "sources": sources,
+        "skipped_rows": skipped_rows,
         "holdout": {
             "rule": rule,
             "unit": holdout.unit,
@@ -160,31 +174,38 @@ def write_index(
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path | None]:
-    """A temporary folder beside ``path`` that takes its name on success; None if ``path`` is there already.
+def growing_folder(path: Path, identity: str) -> Iterator[Path | None]:
+    """A folder beside ``path`` that takes its name on success; None if ``path`` is there already.
 
-    Holds a lock that dies with its process: of two that prepare the same data one works and the other waits,
-    and what a killed one left behind is cleared by the next.
+    What is in it survives a kill, a full disk or an interruption and is found by the next who makes a folder of the
+    same ``identity``; after a :class:`UserError` it is removed, unless that is :class:`Unfinished`. A lock that dies
+    with its process: of two that prepare the same data one works and the other waits.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(path.name + ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise UserError(f"{path.parent} cannot be locked ({error}): set LLMSTACK_CACHE to another disk") from error
+            raise UserError(f"{path.parent} cannot be locked ({error}): choose a folder on another disk") from error
         if path.exists():
             yield None
             return
-        temporary = path.with_name(path.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        growing = path.with_name(path.name + ".tmp")
+        mark = growing / ".identity"
+        if not mark.is_file() or mark.read_text() != identity:
+            shutil.rmtree(growing, ignore_errors=True)
+            growing.mkdir()
+            mark.write_text(identity)
         try:
-            yield temporary
-            _sync_folder(temporary)
-            temporary.rename(path)
-            _sync_folder(path.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            yield growing
+        except UserError as error:
+            if not isinstance(error, Unfinished):
+                shutil.rmtree(growing, ignore_errors=True)
+            raise
+        mark.unlink()
+        sync_folder(growing)
+        growing.rename(path)
+        sync_folder(path.parent)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -195,12 +216,6 @@ def _sync_and_close(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:
@@ -301,6 +316,8 @@ class PreparedData:
     def __init__(self, folder: str | Path, tokenizer: "Tokenizer | None" = None) -> None:
         self.folder = Path(folder)
         self.index = self._read_index()
+        self.identity: str = self.index["identity"]
+        """Hash of all that the data depend on."""
         self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
         self.tokenizer_fingerprint: str = self.index["tokenizer"]["fingerprint"]
         if tokenizer is not None and tokenizer.fingerprint != self.tokenizer_fingerprint:

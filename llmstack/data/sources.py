@@ -1,9 +1,9 @@
 """Where text comes from: files on disk, or the corpus embedded in Python itself.
 
 Plain text (``.txt``: one document a file), JSON lines (``.jsonl`` or ``.json``: one object a line, blank
-lines ignored), each also compressed (``.gz``, ``.zst``), and Parquet. Whatever cannot be read exactly is a
-:class:`~llmstack.errors.UserError` that names ``file:line`` (``file:row`` in Parquet): no row is skipped
-silently.
+lines ignored), each also compressed (``.gz``, ``.zst``), and Parquet. A row that cannot be read exactly is a
+:class:`BadRow` that names ``file:line`` (``file:row`` in Parquet); a file that cannot, a
+:class:`~llmstack.errors.UserError`. Nothing is skipped silently.
 """
 
 import codecs
@@ -22,6 +22,9 @@ from llmstack.errors import UserError
 EMBEDDED = "embedded"
 """The name that stands for the embedded corpus where files are expected."""
 
+EMPTY = "the text is empty"
+"""Why a row without a character is bad: it would teach that a document may end where it begins."""
+
 Source = str | Path | Sequence[str | Path]
 """``"embedded"``, or a path, glob or folder, or several of them."""
 
@@ -37,6 +40,28 @@ class Document:
     text: str
     where: str
     unit: Literal["document", "section"]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that holds no text, where it was found, and why."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or rows of it: bytes ``start`` to ``stop`` of JSON lines, those row groups of Parquet."""
+
+    path: Path
+    start: int = 0
+    stop: int | None = None
+    """Where the piece ends; None: at the end of the file. A line belongs to the piece in which it starts."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop is None
 
 
 def resolve_files(spec: Source) -> list[Path]:
@@ -78,15 +103,29 @@ def describe_source(source: Source) -> list[dict[str, Any]]:
 
 
 def iterate_documents(source: Source, text_field: str = "text") -> Iterator[Document]:
-    """Documents of a source, file after file in the order of :func:`resolve_files`."""
+    """Documents of a source, file after file in the order of :func:`resolve_files`.
+
+    A bad row is an error, unless its text is merely empty.
+    """
     if source == EMBEDDED:
         yield from embedded_documents()
         return
     for path in resolve_files(source):
-        try:
-            yield from _read(path, text_field)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error}); is the file complete?") from error
+        for row in read_rows(Piece(path), text_field):
+            if not isinstance(row, BadRow):
+                yield row
+            elif row.reason == EMPTY:
+                yield Document("", row.where, "document")
+            else:
+                raise UserError(f"{row.where}: {row.reason}")
+
+
+def read_rows(piece: Piece, text_field: str = "text") -> Iterator[Document | BadRow]:
+    """What stands in a file, or in a part of it, row by row."""
+    try:
+        yield from _read(piece, text_field)
+    except OSError as error:
+        raise UserError(f"{piece.path}: cannot be read ({error}); is the file complete?") from error
 
 
 def embedded_documents() -> Iterator[Document]:
@@ -109,22 +148,26 @@ def embedded_documents() -> Iterator[Document]:
             yield Document(text, f"pydoc_data.topics:{name}", "section")
 
 
-def _read(path: Path, text_field: str) -> Iterator[Document]:
+def _read(piece: Piece, text_field: str) -> Iterator[Document | BadRow]:
+    path = piece.path
     if path.stat().st_size == 0:
         raise UserError(f"{path}: empty file")
     if path.suffix == ".parquet":
-        return _read_parquet(path, text_field)
+        return _read_parquet(piece, text_field)
+    kind = path.with_suffix("").suffix if path.suffix in _COMPRESSION else path.suffix
+    return _read_text(path) if kind == ".txt" else _read_json_lines(piece, text_field)
+
+
+def _open(path: Path) -> io.BufferedReader:
     import pyarrow as pa
 
     # Arrow's stream, unlike zstandard's, reports a truncated file instead of ending early.
     stream = pa.input_stream(str(path), compression=_COMPRESSION.get(path.suffix))
-    lines = io.BufferedReader(stream, 1 << 20)  # type: ignore[arg-type, type-var, unused-ignore]
-    kind = path.with_suffix("").suffix if path.suffix in _COMPRESSION else path.suffix
-    return _read_text(path, lines) if kind == ".txt" else _read_json_lines(path, lines, text_field)
+    return io.BufferedReader(stream, 1 << 20)  # type: ignore[arg-type, type-var, unused-ignore]
 
 
-def _read_text(path: Path, file: io.BufferedReader) -> Iterator[Document]:
-    with file:
+def _read_text(path: Path) -> Iterator[Document]:
+    with _open(path) as file:
         raw = file.read().removeprefix(codecs.BOM_UTF8)
     if not raw:
         raise UserError(f"{path}: empty file")
@@ -135,60 +178,118 @@ def _read_text(path: Path, file: io.BufferedReader) -> Iterator[Document]:
         raise UserError(f"{path}:{line}: not UTF-8 ({error.reason}); convert the file") from error
 
 
-def _read_json_lines(path: Path, file: io.BufferedReader, text_field: str) -> Iterator[Document]:
-    empty = True
-    with file:
+def _read_json_lines(piece: Piece, text_field: str) -> Iterator[Document | BadRow]:
+    empty, at = True, piece.start
+    with _open(piece.path) if piece.is_whole else piece.path.open("rb") as file:
+        if at > 0:
+            file.seek(at - 1)
+            at += len(file.readline()) - 1
         for number, line in enumerate(file, start=1):
-            if number == 1:
+            if piece.stop is not None and at >= piece.stop:
+                break
+            at += len(line)
+            if number == 1 and piece.start == 0:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.isspace() or not line:
                 continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where}: not UTF-8 ({error.reason}); convert the file") from error
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{where}: bad JSON ({error}); one object a line is expected") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: a JSON object is expected, not {type(row).__name__}")
-            yield Document(_checked(row.get(text_field), where, text_field), where, "document")
             empty = False
-    if empty:
-        raise UserError(f"{path}: empty file")
+            text = _text_of_line(line, text_field)
+            if isinstance(text, _Bad):
+                yield BadRow(f"{piece.path}:{_lines_before(piece) + number}", text.reason)
+            else:
+                # Counting the lines of a long file would be worth its while only for a row that is bad.
+                yield Document(text, f"{piece.path}:{number}" if piece.start == 0 else str(piece.path), "document")
+    if empty and piece.is_whole:
+        raise UserError(f"{piece.path}: empty file")
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[Document]:
+@dataclass(frozen=True)
+class _Bad:
+    reason: str
+
+
+def _text_of_line(line: bytes, text_field: str) -> str | _Bad:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return _Bad(f"not UTF-8 ({error.reason})")
+    except (ValueError, RecursionError) as error:
+        return _Bad(f"bad JSON ({error}); one object a line is expected")
+    if not isinstance(row, dict):
+        return _Bad(f"a JSON object is expected, not {type(row).__name__}")
+    return _checked(row.get(text_field), text_field)
+
+
+def _lines_before(piece: Piece) -> int:
+    """Lines of the file that start before the piece's first."""
+    count, left = 0, piece.start
+    with piece.path.open("rb") as file:
+        while left > 0:
+            block = file.read(min(left, 1 << 20))
+            count, left = count + block.count(b"\n"), left - len(block)
+        if piece.start > 0 and not block.endswith(b"\n"):
+            count += 1  # the line that the border cuts belongs to the piece before
+    return count
+
+
+def row_groups(path: Path) -> list[tuple[int, int]]:
+    """Rows and bytes of each row group of a Parquet file."""
+    with _parquet(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        return [(group.num_rows, group.total_byte_size) for group in groups]
+
+
+def _parquet(path: Path) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    row = 0
     try:
-        with pq.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if text_field not in columns:
-                raise UserError(f"{path}: no column {text_field!r}; it has {', '.join(columns)}")
-            for batch in file.iter_batches(1024, columns=[text_field]):
-                for value in batch.column(0):
-                    row += 1
-                    where = f"{path}:{row}"
-                    yield Document(_checked(value.as_py(), where, text_field), where, "document")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}:{row}: not UTF-8 ({error.reason}); convert the file") from error
+        return pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
         raise UserError(f"{path}: not a readable Parquet file ({error}); is it complete?") from error
-    if row == 0:
-        raise UserError(f"{path}: empty file")
 
 
-def _checked(text: object, where: str, text_field: str) -> str:
+def _read_parquet(piece: Piece, text_field: str) -> Iterator[Document | BadRow]:
+    import pyarrow as pa
+
+    path = piece.path
+    with _parquet(path) as file:
+        columns = file.schema_arrow.names
+        if text_field not in columns:
+            raise UserError(f"{path}: no column {text_field!r}; it has {', '.join(columns)}")
+        metadata = file.metadata
+        if metadata.num_rows == 0:
+            raise UserError(f"{path}: empty file")
+        groups = range(piece.start, metadata.num_row_groups if piece.stop is None else piece.stop)
+        row = sum(metadata.row_group(i).num_rows for i in range(piece.start))
+        try:
+            for batch in file.iter_batches(1024, row_groups=list(groups), columns=[text_field]):
+                for value in batch.column(0):
+                    row += 1
+                    text = _text_of_value(value, text_field)
+                    where = f"{path}:{row}"
+                    yield BadRow(where, text.reason) if isinstance(text, _Bad) else Document(text, where, "document")
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{path}: not a readable Parquet file ({error}); is it complete?") from error
+
+
+def _text_of_value(value: Any, text_field: str) -> str | _Bad:
+    try:
+        return _checked(value.as_py(), text_field)
+    except UnicodeDecodeError as error:
+        return _Bad(f"not UTF-8 ({error.reason})")
+
+
+def _checked(text: object, text_field: str) -> str | _Bad:
+    if text == "":
+        return _Bad(EMPTY)
     if not isinstance(text, str):
         found = "missing or null" if text is None else f"of type {type(text).__name__}"
-        raise UserError(f"{where}: the text in field {text_field!r} is {found}; a string is expected")
+        return _Bad(f"the text in field {text_field!r} is {found}; a string is expected")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: the text is not valid Unicode ({error.reason})") from error
+        return _Bad(f"the text is not valid Unicode ({error.reason})")
     return text
 
 

@@ -112,7 +112,7 @@ class LanguageData(L.LightningDataModule):
         assert files is not None
         self.prepared = prepare_source(files, self.tokenizer, self.policy, self.text_field, self.heldout_files)
         self.vocab_size = self.prepared.vocab_size
-        self.fingerprint = f"{self.prepared.folder.name}-{self.block_size}"
+        self.fingerprint = f"{self.prepared.identity[:32]}-{self.block_size}"
         masks = self.document_masks
         self._train = PackedBlocks(self.prepared, "train", self.block_size, document_ids=masks)
         self._heldout = PackedBlocks(self.prepared, "heldout", self.block_size, keep_last=True, document_ids=masks)

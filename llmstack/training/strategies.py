@@ -25,8 +25,8 @@ from torch import nn
 
 from llmstack.errors import Stopped, UserError
 from llmstack.model.llama import Block
+from llmstack.processes import end_with_parent
 from llmstack.training.extension_builds import building_extensions
-from llmstack.training.watchdog import end_with_parent
 
 BUCKET = 50_000_000
 """Elements reduced or gathered at once, 200 MB in fp32: enough for full bandwidth, and the first is under way early in

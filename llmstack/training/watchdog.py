@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -265,23 +262,6 @@ class Watchdog:
             faulthandler.dump_traceback(2, all_threads=True)
         if self.rank == 0 and self.world_size > 1:
             time.sleep(3 * INTERVAL)  # the store must last until all have read the verdict
-        os._exit(1)
-
-
-def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies; on Linux only.
-
-    For ranks that rank 0 has started itself: a SIGKILLed rank 0 leaves no orphans.
-
-    Args:
-        parent_pid: process that started this one, as it told by other means (the environment): it may have died, and
-            been replaced as parent, before this call.
-    """
-    if sys.platform != "linux":
-        return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
         os._exit(1)
 
 

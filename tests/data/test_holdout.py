@@ -10,7 +10,7 @@ from llmstack.data import Document
 from llmstack.data.holdout import (
     SECTION_CHARACTERS,
     Holdout,
-    _smallest,
+    SmallestHashes,
     choose_holdout,
     cut_sections,
     num_heldout_documents,
@@ -76,13 +76,21 @@ def test_a_text_repeated_too_often_is_not_held_out(tokenizer: Tokenizer) -> None
     assert holdout.num_heldout == 50
 
 
-def test_smallest_hashes_with_counts_in_bounded_memory() -> None:
+def test_smallest_hashes_with_counts_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen by one or by four, whose findings are put together."""
+    monkeypatch.setattr("llmstack.data.holdout.MAX_DOCUMENTS", 500)
     generator = random.Random(1)
     hashes = [text_hash(str(generator.randrange(3000))) for _ in range(20_000)]
-    total, counts = _smallest(hashes, 500)
     expected = Counter(hashes)
-    assert total == 20_000
-    assert counts == {digest: expected[digest] for digest in sorted(expected)[:500]}
+    together = SmallestHashes()
+    for part in range(4):
+        seen = SmallestHashes()
+        for digest in hashes[part * 5000 : (part + 1) * 5000]:
+            seen.add(digest)
+        assert len(seen.counts) == 500
+        together.merge(seen)
+    assert together.total == 20_000
+    assert together.counts == {digest: expected[digest] for digest in sorted(expected)[:500]}
 
 
 def test_own_hash_is_that_of_the_sorted_hashes(tokenizer: Tokenizer) -> None:

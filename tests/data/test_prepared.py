@@ -1,8 +1,10 @@
 """The on-disk format keeps every token, is read in any range, and is whole or absent."""
 
+import gzip
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +45,7 @@ def write_folder(
     shards: Any = {split: writer.shards for split, writer in writers.items()}
     vocabulary: Any = Vocabulary(vocab_size)
     holdout = Holdout("document", frozenset(), len(documents), 1)
-    write_index(folder, shards, vocabulary, BosEosPolicy(False, False), [], holdout)
+    write_index(folder, "identity", shards, vocabulary, BosEosPolicy(False, False), [], holdout)
     return PreparedData(folder), np.concatenate(documents)
 
 
@@ -123,7 +125,7 @@ def test_damage_is_reported(tmp_path: Path, damage: str) -> None:
     elif damage == "index":
         index.write_bytes(index.read_bytes()[:-20])
     elif damage == "version":
-        index.write_text(json.dumps(prepared.index | {"format_version": 2}))
+        index.write_text(json.dumps(prepared.index | {"format_version": 1}))
     else:
         index.unlink()
     with pytest.raises(UserError, match="no prepared data here" if damage == "no index" else "delete the folder"):
@@ -265,12 +267,126 @@ def test_damaged_cache_is_reported(
         prepare_source(path, tokenizer, policy)
 
 
-def test_error_in_a_row_leaves_nothing(tmp_path: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy) -> None:
+def test_too_many_bad_rows_leave_nothing(
+    tmp_path: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "good"}\n' * 500 + '{"text": null}\n')
-    with pytest.raises(UserError, match=f"{path}:501"):
+    path.write_text('{"text": "good"}\n' * 500 + '{"text": null}\n' * 6)
+    with pytest.raises(UserError, match=f"6 of 506 rows are bad, more than a share of 0.01; the first is {path}:501"):
         prepare_source(path, tokenizer, policy)
     assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("rows", ['{"text": null}\n', "\n[1]\nx\n", '{"text": ""}\n'])
+def test_nothing_but_bad_rows_is_refused(
+    tmp_path: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy, rows: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(rows)
+    with pytest.raises(UserError, match="the source has no documents"):
+        prepare_source(path, tokenizer, policy, max_bad_share=1.0)
+
+
+def test_odd_rows_are_skipped_counted_and_listed(
+    tmp_path: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    """What is bad of each kind, what looks odd and is good; on borders of units, too, with the right line."""
+    long = "a word and " * 20_000
+    good = [f"document {i}" for i in range(300)]
+    good += ["two\r\nlines", "<|bos|>text<|eos|>", "same", "same", "\ufeffmark", " ", long]
+    bad = [
+        b'{"text": "cut',
+        b'{"text": "\xff"}',
+        b'{"text": null}',
+        b'{"body": 1}',
+        b'{"text": ""}',
+        b"[]",
+        b"\xff\xfe",
+    ]
+    lines = [json.dumps({"text": text}).encode() for text in good]
+    for i, line in enumerate(bad):
+        lines.insert(40 * i + 7, line)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines) + b"\n")
+    reports: list[str] = []
+    prepared = prepare_source(
+        path, tokenizer, policy, max_bad_share=0.03, unit_bytes=997, report=reports.append, out=tmp_path / "out"
+    )
+    skipped = [json.loads(line) for line in (prepared.folder / "skipped.jsonl").read_text().splitlines()]
+    assert [row["where"] for row in skipped] == [f"{path}:{40 * i + 8}" for i in range(len(bad))]
+    assert [row["reason"].split(" (")[0] for row in skipped] == [
+        "bad JSON",
+        "not UTF-8",
+        "the text in field 'text' is missing or null; a string is expected",
+        "the text in field 'text' is missing or null; a string is expected",
+        "the text is empty",
+        "a JSON object is expected, not list",
+        "not UTF-8",
+    ]
+    assert reports[-1] == f"prepare: 7 bad rows were skipped; {prepared.folder / 'skipped.jsonl'} lists them"
+    assert prepared.index["skipped_rows"] == 7
+    assert len(prepared.index["splits"]["train"]["shards"]) > 5
+    texts: dict[str, list[str]] = {}
+    for split in SPLITS:
+        rows = [row for p in shard_files(prepared, split) for row in datasets.Dataset.from_file(str(p))["tokens"]]
+        assert all((row[0], row[-1]) == (tokenizer.bos_id, tokenizer.eos_id) for row in rows)
+        assert all(not {tokenizer.bos_id, tokenizer.eos_id} & set(row[1:-1]) for row in rows)
+        texts[split] = [tokenizer.decode(row) for row in rows]
+    assert sorted(texts["train"] + texts["heldout"]) == sorted(good)
+    assert [text for text in good if text in texts["train"]] == texts["train"]
+    assert texts["train"].count("same") in (0, 2)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_processes_and_kills_change_nothing(
+    write_rows: Callable[..., Path], tmp_path: Path, tokenizer_folder: Path, kind: str
+) -> None:
+    """Two processes, and three starts that are killed, make the files that one process makes."""
+    texts = [f"document {i} " + "with some words " * (i % 40) for i in range(3_000)]
+    source = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"text": texts}), source, row_group_size=100)
+    elif kind == "jsonl":
+        write_rows(texts)
+    else:
+        # Each compressed file is a unit.
+        source = tmp_path / "files"
+        source.mkdir()
+        for i in range(8):
+            rows = "".join(json.dumps({"text": text}) + "\n" for text in texts[i::8])
+            (source / f"{i}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    found = []
+    for name, kills, processes in (("one", 0, 1), ("two", 0, 2), ("killed", 3, 1)):
+        out = tmp_path / name
+        for kill in range(kills):
+            killed = start_prepare(source, tokenizer_folder, str(out), "1", "kill")
+            _, errors = killed.communicate(timeout=60)
+            assert killed.returncode == -signal.SIGKILL, errors
+            assert not out.exists()
+            done = [path for path in out.with_name("killed.tmp").glob("units/*") if "partial" not in path.name]
+            assert len(done) == 2 * (kill + 1), "of three units the third was to be killed"
+        process = start_prepare(source, tokenizer_folder, str(out), str(processes))
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        units = len(list((out / "units").iterdir()))
+        assert units >= 8
+        assert (f"6 of {units} units are there" in errors) == (kills > 0), errors
+        files = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
+        found.append({path: hashlib.sha256((out / path).read_bytes()).hexdigest() for path in files})
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_killed_worker_is_reported_and_what_is_finished_stays(
+    many_rows: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    process = start_prepare(many_rows, tokenizer_folder, str(tmp_path / "out"), "2", "kill")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "a process was killed, perhaps for want of memory" in errors.splitlines()[-1]
+    assert (tmp_path / "out.tmp" / "plan.json").is_file()
 
 
 def test_source_that_changes_meanwhile_is_refused(
@@ -292,23 +408,41 @@ def test_source_that_changes_meanwhile_is_refused(
 
 PREPARE = """
 import os, signal, sys
+from pathlib import Path
 from llmstack.data import prepare_source
 from llmstack.tokenizer import BosEosPolicy, load_tokenizer
+
 tokenizer = load_tokenizer(sys.argv[2])
-encode, seen = tokenizer.encode_batch, []
-def encode_batch(texts):
-    seen.append(len(texts))
-    if "kill" in sys.argv and len(seen) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return encode(texts)
-tokenizer.encode_batch = encode_batch
-prepared = prepare_source(sys.argv[1], tokenizer, BosEosPolicy(True, True))
-print(prepared.folder, prepared["train"].num_tokens, len(seen) > 0)
+
+class Killing(type(tokenizer)):
+    calls = 0
+
+    def encode_batch(self, texts):
+        Killing.calls += 1
+        if "kill" in sys.argv and Killing.calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode_batch(texts)
+
+    def __reduce__(self):
+        return Killing, super().__reduce__()[1]
+
+if __name__ in ("__main__", "__mp_main__"):
+    source = Path(sys.argv[1])
+    size = sum(p.stat().st_size for p in source.rglob("*")) if source.is_dir() else source.stat().st_size
+if __name__ == "__main__":
+    killing = Killing(tokenizer._files)
+    out = Path(sys.argv[3]) if sys.argv[3] != "cache" else None
+    prepared = prepare_source(
+        source, killing, BosEosPolicy(True, True), out=out, num_proc=int(sys.argv[4]), unit_bytes=-(-size // 8) + 64
+    )
+    print(prepared.folder, prepared["train"].num_tokens, Killing.calls > 0)
 """
 
 
 def start_prepare(source: Path, tokenizer: Path, *extra: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", PREPARE, str(source), str(tokenizer), *extra]
+    script = tokenizer / "prepare.py"
+    script.write_text(PREPARE)
+    command = [sys.executable, str(script), str(source), str(tokenizer), *extra]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -327,11 +461,11 @@ def tokenizer_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFact
 def test_killed_writer_leaves_nothing_under_the_name(
     many_rows: Path, tokenizer_folder: Path, cache: Path, tokenizer: Tokenizer, policy: BosEosPolicy
 ) -> None:
-    killed = start_prepare(many_rows, tokenizer_folder, "kill")
+    killed = start_prepare(many_rows, tokenizer_folder, "cache", "1", "kill")
     _, errors = killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL, errors
     assert {entry.suffix for entry in cache.iterdir()} == {".lock", ".tmp"}
-    prepared = prepare_source(many_rows, tokenizer, policy)
+    prepared = prepare_source(many_rows, tokenizer, policy, unit_bytes=-(-many_rows.stat().st_size // 8) + 64)
     prepared.verify()
     total = prepared["train"].num_documents + prepared["heldout"].num_documents
     assert (total, prepared["heldout"].num_documents) == (5_000, 50)
@@ -339,7 +473,7 @@ def test_killed_writer_leaves_nothing_under_the_name(
 
 
 def test_two_processes_prepare_the_same_data(many_rows: Path, tokenizer_folder: Path, cache: Path) -> None:
-    both = [start_prepare(many_rows, tokenizer_folder) for _ in range(2)]
+    both = [start_prepare(many_rows, tokenizer_folder, "cache", "1") for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     (folder, tokens, one), (same_folder, same_tokens, other) = (output.split() for output, _ in outputs)
@@ -357,9 +491,10 @@ def test_long_work_reports(
     clock = iter(range(0, 1000, 3))
     monkeypatch.setattr(prepare.time, "monotonic", lambda: next(clock))
     lines: list[str] = []
-    prepare_source(write_rows(str(i) for i in range(200)), tokenizer, policy, report=lines.append)
-    assert len(lines) == 1
-    assert lines[0].startswith("prepare: 200 documents, ")
+    prepare_source(write_rows(str(i) for i in range(9000)), tokenizer, policy, report=lines.append)
+    assert lines[0] == "prepare: 1,024 documents looked at"
+    assert re.fullmatch(r"prepare: 4,096 documents, [0-9,]+ tokens, [0-9.]+ MB/s of text, 0:00:0[0-9] left", lines[-2])
+    assert lines[-1].startswith("prepare: 9,000 documents, ")
 
 
 def test_parquet_and_json_lines_prepare_alike(
@@ -368,7 +503,7 @@ def test_parquet_and_json_lines_prepare_alike(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    texts = [f"document {i}\n" * (i % 7) for i in range(300)]
+    texts = [f"document {i}\n" * (1 + i % 7) for i in range(300)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
     rows = prepare_source(write_rows(texts), tokenizer, policy)
     table = prepare_source(tmp_path / "rows.parquet", tokenizer, policy)

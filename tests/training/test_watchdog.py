@@ -214,7 +214,7 @@ def test_a_rank_that_dies_after_the_others_have_ended_well_is_named(start: Start
 
 CHILD = """
 import sys, time
-from llmstack.training.watchdog import end_with_parent
+from llmstack.processes import end_with_parent
 end_with_parent(int(sys.argv[1]))
 print("running", flush=True)
 time.sleep(1000)
