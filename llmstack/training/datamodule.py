@@ -21,6 +21,7 @@ from llmstack.data import (
     prepare_source,
 )
 from llmstack.data.embedded import embedded_tokenizer
+from llmstack.data.prepared import TOKENIZER
 from llmstack.errors import UserError
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
 
@@ -32,10 +33,13 @@ class LanguageData(L.LightningDataModule):
     """Packed blocks of text, or generated tasks.
 
     Args:
-        source: `embedded` (the language reference inside CPython), `text` (files), or the generated `copy` or `sort`.
+        source: `embedded` (the language reference inside CPython), `text` (files), `prepared` (what `llmstack prepare`
+            has made), or the generated `copy` or `sort`.
+        folder: for `prepared`: its folder.
         files: for `text`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or .parquet.
         heldout_files: files of the held-out split, which is never trained on; null: a part of `files`.
-        tokenizer: tokenizer file or folder; for `embedded` it may be left out: a small BPE is trained on the spot.
+        tokenizer: tokenizer file or folder; for `embedded` it may be left out: a small BPE is trained on the spot;
+            `prepared` data have theirs with them.
         embedded_vocab_size: size of that BPE.
         text_field: field of JSON lines or column of Parquet that holds the text.
         block_size: tokens per sample (the generated tasks have their own).
@@ -47,7 +51,8 @@ class LanguageData(L.LightningDataModule):
 
     def __init__(
         self,
-        source: Literal["embedded", "text", "copy", "sort"] = "embedded",
+        source: Literal["embedded", "text", "prepared", "copy", "sort"] = "embedded",
+        folder: str | None = None,
         files: str | list[str] | None = None,
         heldout_files: str | list[str] | None = None,
         tokenizer: str | None = None,
@@ -74,7 +79,11 @@ class LanguageData(L.LightningDataModule):
                 raise UserError(f"data.{name} is set, but data.source is {source}: set data.source to text")
         if source in ("copy", "sort") and tokenizer:
             raise UserError(f"data.tokenizer is set, but data.source {source} generates ids and has no text")
-        self.source, self.files, self.heldout_files = source, files, heldout_files
+        if source == "prepared" and tokenizer:
+            raise UserError("data.tokenizer is set, but prepared data have their tokenizer with them: leave it out")
+        if (source == "prepared") != bool(folder):
+            raise UserError(f"data.folder is {folder}, but data.source is {source}: set both, to `prepared` and to DIR")
+        self.source, self.folder, self.files, self.heldout_files = source, folder, files, heldout_files
         self.tokenizer_path, self.text_field = tokenizer, text_field
         self.embedded_vocab_size, self.block_size = embedded_vocab_size, block_size
         self.micro_batch_size, self.document_masks, self.num_workers = micro_batch_size, document_masks, num_workers
@@ -103,19 +112,27 @@ class LanguageData(L.LightningDataModule):
             self.vocab_size, self.block_size = self._train.vocab_size, self._train.block_size
             self.fingerprint = f"{self.source}-{self.block_size}"
             return
-        if self.tokenizer_path is None:
-            self.tokenizer = embedded_tokenizer(self.embedded_vocab_size)
-        else:
-            self.tokenizer = load_tokenizer(self.tokenizer_path)
-        self.policy = BosEosPolicy.default(self.tokenizer)
-        files = EMBEDDED if self.source == "embedded" else self.files
-        assert files is not None
-        self.prepared = prepare_source(files, self.tokenizer, self.policy, self.text_field, self.heldout_files)
+        self.prepared, self.tokenizer, self.policy = self._prepared()
         self.vocab_size = self.prepared.vocab_size
         self.fingerprint = f"{self.prepared.identity[:32]}-{self.block_size}"
         masks = self.document_masks
         self._train = PackedBlocks(self.prepared, "train", self.block_size, document_ids=masks)
         self._heldout = PackedBlocks(self.prepared, "heldout", self.block_size, keep_last=True, document_ids=masks)
+
+    def _prepared(self) -> tuple[PreparedData, Tokenizer, BosEosPolicy]:
+        """The tokens, and what they were made with."""
+        if self.folder is not None:
+            tokenizer = load_tokenizer(Path(self.folder) / TOKENIZER)
+            prepared = PreparedData(self.folder, tokenizer)
+            return prepared, tokenizer, BosEosPolicy.from_dict(prepared.index["policy"])
+        if self.tokenizer_path is None:
+            tokenizer = embedded_tokenizer(self.embedded_vocab_size)
+        else:
+            tokenizer = load_tokenizer(self.tokenizer_path)
+        policy = BosEosPolicy.default(tokenizer)
+        files = EMBEDDED if self.source == "embedded" else self.files
+        assert files is not None
+        return prepare_source(files, tokenizer, policy, self.text_field, self.heldout_files), tokenizer, policy
 
     def samples_seen(self, steps: int) -> int:
         """Samples of the run that ``steps`` steps, made or skipped, have taken."""
