@@ -57,7 +57,7 @@ def _baselines(data: object) -> dict[str, object]:
     from llmstack.training.datamodule import LanguageData
 
     assert isinstance(data, LanguageData)
-    if data.prepared is None:
-        raise UserError(f"--baselines needs text; data.source is {data.source}")
+    if len(data.prepared) != 1:
+        raise UserError(f"--baselines needs one set of text; data.source is {data.source}")
     print("scoring unigram and bigram models of the same tokens ...", file=sys.stderr)
-    return asdict(score_baselines(data.prepared))
+    return asdict(score_baselines(data.prepared[0]))

@@ -6,7 +6,7 @@ from llmstack.data.holdout import Split
 from llmstack.data.order import SampleOrder
 from llmstack.data.packing import IGNORE_INDEX, PackedBlocks
 from llmstack.data.prepare import prepare_source
-from llmstack.data.prepared import PreparedData
+from llmstack.data.prepared import PreparedData, bits_per_byte
 from llmstack.data.sources import EMBEDDED, Document, Source, iterate_documents, resolve_files
 from llmstack.data.tasks import TaskDataset
 
@@ -25,6 +25,7 @@ __all__ = [
     "Split",
     "StepBatchSampler",
     "TaskDataset",
+    "bits_per_byte",
     "collate",
     "iterate_documents",
     "prepare_source",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmstack.errors import UserError
 
 if TYPE_CHECKING:
-    from llmstack.data.prepared import PreparedData
+    from llmstack.data.prepared import PreparedData, bits_per_byte
 
 Tokens = NDArray[np.int64]
 
@@ -75,7 +75,7 @@ def score_baselines(prepared: "PreparedData") -> Baselines:
 
     def score(probabilities: NDArray[np.float64]) -> BaselineScore:
         nats = -float(np.log(probabilities).mean())
-        return BaselineScore(nats, math.exp(nats), prepared.bits_per_byte(nats), len(probabilities))
+        return BaselineScore(nats, math.exp(nats), bits_per_byte([prepared["heldout"]], nats), len(probabilities))
 
     return Baselines(score(model.unigram(heldout)), score(model.bigram(heldout, weight)), weight)
 

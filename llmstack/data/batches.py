@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Sampler
 
-from llmstack.data.order import SampleOrder
 from llmstack.data.packing import IGNORE_INDEX
 
 
@@ -31,6 +30,15 @@ class SampleSource(Protocol):
 
     def valid_tokens(self, indices: NDArray[np.int64], /) -> NDArray[np.int64]:
         """Labels other than -100 of each of these samples."""
+
+
+class Order(Protocol):
+    """Which sample when (:class:`SampleOrder`, :class:`MixtureOrder`)."""
+
+    num_samples: int
+
+    def __call__(self, samples: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Indices of the samples with these numbers in the run."""
 
 
 class SampleKey(NamedTuple):
@@ -89,7 +97,7 @@ class StepBatchSampler(Sampler[list[SampleKey]]):
     def __init__(
         self,
         samples: SampleSource,
-        order: SampleOrder,
+        order: Order,
         micro_batch_size: int,
         accumulate: int = 1,
         world_size: int = 1,

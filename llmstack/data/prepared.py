@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -341,11 +341,6 @@ class PreparedData:
             if _sha256(self.folder / record["file"]) != record["sha256"]:
                 raise _damaged(self.folder / record["file"], "its checksum is not that of index.json")
 
-    def bits_per_byte(self, nats_per_token: float, split: Split = "heldout") -> float:
-        """Mean loss over all tokens of a split but the first, as bits per byte of its text."""
-        data = self[split]
-        return nats_per_token * (data.num_tokens - 1) / (math.log(2) * data.num_bytes)
-
     def _read_index(self) -> dict[str, Any]:
         path = self.folder / _INDEX
         try:
@@ -364,6 +359,12 @@ class PreparedData:
 
     def _shard_records(self) -> Iterator[dict[str, Any]]:
         return (record for split in SPLITS for record in self.index["splits"][split]["shards"])
+
+
+def bits_per_byte(splits: Sequence[PreparedSplit], nats_per_token: float) -> float:
+    """Mean loss over all tokens of ``splits`` but the first of each, as bits per byte of their text."""
+    tokens = sum(split.num_tokens - 1 for split in splits)
+    return nats_per_token * tokens / (math.log(2) * sum(split.num_bytes for split in splits))
 
 
 def _damaged(path: Path, what: str) -> UserError:

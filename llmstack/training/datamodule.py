@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +24,7 @@ from llmstack.data import (
     prepare_source,
 )
 from llmstack.data.embedded import embedded_tokenizer
+from llmstack.data.mixture import LaidEndToEnd, MixtureOrder
 from llmstack.data.prepared import TOKENIZER
 from llmstack.errors import UserError
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
@@ -36,6 +40,8 @@ class LanguageData(L.LightningDataModule):
         source: `embedded` (the language reference inside CPython), `text` (files), `prepared` (what `llmstack prepare`
             has made), or the generated `copy` or `sort`.
         folder: for `prepared`: its folder.
+        mixture: for `prepared`, instead of `folder`: several folders, each with its weight, the share of the tokens
+            that it gives.
         files: for `text`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or .parquet.
         heldout_files: files of the held-out split, which is never trained on; null: a part of `files`.
         tokenizer: tokenizer file or folder; for `embedded` it may be left out: a small BPE is trained on the spot;
@@ -53,6 +59,7 @@ class LanguageData(L.LightningDataModule):
         self,
         source: Literal["embedded", "text", "prepared", "copy", "sort"] = "embedded",
         folder: str | None = None,
+        mixture: dict[str, float] | None = None,
         files: str | list[str] | None = None,
         heldout_files: str | list[str] | None = None,
         tokenizer: str | None = None,
@@ -81,9 +88,14 @@ class LanguageData(L.LightningDataModule):
             raise UserError(f"data.tokenizer is set, but data.source {source} generates ids and has no text")
         if source == "prepared" and tokenizer:
             raise UserError("data.tokenizer is set, but prepared data have their tokenizer with them: leave it out")
-        if (source == "prepared") != bool(folder):
-            raise UserError(f"data.folder is {folder}, but data.source is {source}: set both, to `prepared` and to DIR")
-        self.source, self.folder, self.files, self.heldout_files = source, folder, files, heldout_files
+        if (source == "prepared") != (bool(folder) != bool(mixture)):
+            raise UserError(
+                f"data.source is {source}, data.folder {folder or 'not set'} and data.mixture {mixture or 'not set'}: "
+                "prepared data, and no other, have either of the two"
+            )
+        self.source, self.files, self.heldout_files = source, files, heldout_files
+        self.weights = mixture if folder is None else {folder: 1.0}
+        """Prepared folders with their weights; None: another source."""
         self.tokenizer_path, self.text_field = tokenizer, text_field
         self.embedded_vocab_size, self.block_size = embedded_vocab_size, block_size
         self.micro_batch_size, self.document_masks, self.num_workers = micro_batch_size, document_masks, num_workers
@@ -94,9 +106,11 @@ class LanguageData(L.LightningDataModule):
         """Samples that those took."""
         self.tokenizer: Tokenizer | None = None
         self.policy: BosEosPolicy | None = None
-        self.prepared: PreparedData | None = None
+        self.prepared: list[PreparedData] = []
+        """All sets of text."""
         self._train: Any = None
         self._heldout: Any = None
+        self._order: Any = None
 
     def prepare_data(self) -> None:
         """Tokenise once, on one process of each node; the others find it in the cache."""
@@ -108,23 +122,32 @@ class LanguageData(L.LightningDataModule):
             return
         if self.source in ("copy", "sort"):
             self._train = TaskDataset(self.source, "train", TASK_SAMPLES["train"], self.seed)
+            self._order = SampleOrder(len(self._train), self.seed)
             self._heldout = TaskDataset(self.source, "heldout", TASK_SAMPLES["heldout"], self.seed)
             self.vocab_size, self.block_size = self._train.vocab_size, self._train.block_size
             self.fingerprint = f"{self.source}-{self.block_size}"
             return
         self.prepared, self.tokenizer, self.policy = self._prepared()
-        self.vocab_size = self.prepared.vocab_size
-        self.fingerprint = f"{self.prepared.identity[:32]}-{self.block_size}"
-        masks = self.document_masks
-        self._train = PackedBlocks(self.prepared, "train", self.block_size, document_ids=masks)
-        self._heldout = PackedBlocks(self.prepared, "heldout", self.block_size, keep_last=True, document_ids=masks)
+        self.vocab_size = self.tokenizer.vocab_size
+        weights = list(self.weights.values()) if self.weights is not None else [1.0]
+        size, masks = self.block_size, self.document_masks
+        train = [PackedBlocks(one, "train", size, document_ids=masks) for one in self.prepared]
+        heldout = [PackedBlocks(one, "heldout", size, keep_last=True, document_ids=masks) for one in self.prepared]
+        if len(self.prepared) == 1:
+            (self._train,), (self._heldout,) = train, heldout
+            self._order = SampleOrder(len(self._train), self.seed)
+            identity = self.prepared[0].identity
+        else:
+            self._train, self._heldout = LaidEndToEnd(train), LaidEndToEnd(heldout)
+            self._order = MixtureOrder([len(blocks) for blocks in train], weights, self.seed)
+            parts = [[one.identity, share] for one, share in zip(self.prepared, self._order.shares, strict=True)]
+            identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        self.fingerprint = f"{identity[:32]}-{size}"
 
-    def _prepared(self) -> tuple[PreparedData, Tokenizer, BosEosPolicy]:
+    def _prepared(self) -> tuple[list[PreparedData], Tokenizer, BosEosPolicy]:
         """The tokens, and what they were made with."""
-        if self.folder is not None:
-            tokenizer = load_tokenizer(Path(self.folder) / TOKENIZER)
-            prepared = PreparedData(self.folder, tokenizer)
-            return prepared, tokenizer, BosEosPolicy.from_dict(prepared.index["policy"])
+        if self.weights is not None:
+            return open_sets(list(self.weights))
         if self.tokenizer_path is None:
             tokenizer = embedded_tokenizer(self.embedded_vocab_size)
         else:
@@ -132,7 +155,19 @@ class LanguageData(L.LightningDataModule):
         policy = BosEosPolicy.default(tokenizer)
         files = EMBEDDED if self.source == "embedded" else self.files
         assert files is not None
-        return prepare_source(files, tokenizer, policy, self.text_field, self.heldout_files), tokenizer, policy
+        prepared = prepare_source(files, tokenizer, policy, self.text_field, self.heldout_files)
+        return [prepared], tokenizer, policy
+
+    def describe_mixture(self, num_samples: int | None = None) -> str | None:
+        """What each set of a mixture is to give, or has given of the run's first samples; None: there is one set."""
+        if not isinstance(self._order, MixtureOrder):
+            return None
+        counts = self._order.shares if num_samples is None else self._order.count(num_samples)
+        total = max(sum(counts), 1)
+        parts = [f"{one.folder} {100 * n / total:.2f} %" for one, n in zip(self.prepared, counts, strict=True)]
+        if num_samples is None:
+            return f"mixture, shares of the tokens: {', '.join(parts)}"
+        return f"mixture, shares of the {num_samples * self.block_size:,} tokens so far: {', '.join(parts)}"
 
     def samples_seen(self, steps: int) -> int:
         """Samples of the run that ``steps`` steps, made or skipped, have taken."""
@@ -149,7 +184,7 @@ class LanguageData(L.LightningDataModule):
         assert trainer is not None
         sampler = StepBatchSampler(
             self._train,
-            SampleOrder(len(self._train), self.seed),
+            self._order,
             self.micro_batch_size,
             accumulate=trainer.accumulate_grad_batches,
             world_size=trainer.world_size,
@@ -184,3 +219,23 @@ class LanguageData(L.LightningDataModule):
         assert self.policy is not None
         self.tokenizer.save(folder, self.policy)
         return folder
+
+
+def open_sets(folders: Sequence[str]) -> tuple[list[PreparedData], Tokenizer, BosEosPolicy]:
+    """Prepared folders, and what all of them were made with.
+
+    Raises:
+        UserError: no prepared data there, or made with another tokenizer or other marks than the first.
+    """
+    opened = [PreparedData(folder) for folder in folders]
+    first = opened[0]
+    for other in opened[1:]:
+        if other.tokenizer_fingerprint != first.tokenizer_fingerprint or other.index["policy"] != first.index["policy"]:
+            raise UserError(
+                f"{other.folder} was prepared with another tokenizer, or other BOS and EOS, than {first.folder}: "
+                "prepare it anew"
+            )
+    tokenizer = load_tokenizer(first.folder / TOKENIZER)
+    if tokenizer.fingerprint != first.tokenizer_fingerprint:
+        raise UserError(f"{first.folder / TOKENIZER} is not the tokenizer that the data were prepared with")
+    return opened, tokenizer, BosEosPolicy.from_dict(first.index["policy"])

@@ -18,6 +18,7 @@ from llmstack.checkpoint import (
     require_disk_space,
     resolve,
 )
+from llmstack.data import bits_per_byte
 from llmstack.errors import Stopped, UserError
 from llmstack.model import Llama, ModelConfig
 from llmstack.tokenizer import load_tokenizer
@@ -88,6 +89,8 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
             log.say(f"resuming {run.path} from step {resumed_step} of {trainer.max_steps}")
         if isinstance(trainer.strategy, Ddp | Zero):
             log.say(_summary(trainer, data))
+        if mixture := data.describe_mixture():
+            log.say(mixture)
     profiled = config.steps_to_profile()
     profiling = Profiling(run.path, profiled, memory=True) if config.profile_steps else None
     skipped = SkippedSteps(ranks, config, log)
@@ -107,6 +110,10 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
     trainer.check_val_every_n_epoch = sys.maxsize
     with stop.listening(trainer):
         trainer.fit(module, datamodule=data)
+    if trainer.is_global_zero and (
+        mixture := data.describe_mixture(data.samples_seen(trainer.global_step + skipped.total))
+    ):
+        log.say(mixture)
     if trainer.global_step < trainer.max_steps:
         made = trainer.global_step
         where = f"{run.path} {f'is saved at step {made}' if made else 'has made no step'} of {trainer.max_steps}"
@@ -187,6 +194,6 @@ def validate(trainer: L.Trainer, module: LanguageModel, data: LanguageData, ckpt
         "perplexity": float(trainer.callback_metrics["val_perplexity"]),
         "tokens": module.validation_tokens,
     }
-    if data.prepared is not None:
-        result["bits_per_byte"] = data.prepared.bits_per_byte(loss)
+    if data.prepared:
+        result["bits_per_byte"] = bits_per_byte([one["heldout"] for one in data.prepared], loss)
     return result

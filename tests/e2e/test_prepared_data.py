@@ -1,6 +1,8 @@
 """Text that is tokenised beforehand trains as the text itself does."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 from tests.e2e.conftest import SMALL, Command
@@ -44,3 +46,33 @@ def test_prepared_text_trains_as_the_text_does(llmstack: Command, tmp_path: Path
     assert losses["text"] == losses["prepared"]
     generated = llmstack("generate", "prepared", "--prompt", "Story")
     assert generated.returncode == 2
+
+
+def test_a_mixture_says_what_it_gives_and_gave(llmstack: Command, tmp_path: Path) -> None:
+    """Two sets, three to one; interrupted, the run goes on in the same order; another mixture is refused."""
+    for name in ("a", "b"):
+        lines = (json.dumps({"text": f"{name} says {i} " * (i % 9 + 1)}) + "\n" for i in range(400))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    assert llmstack("tokenizer", "train", "--files", "a.jsonl", "--vocab-size", "280", "--out", "T").returncode == 0
+    for name in ("a", "b"):
+        prepared = llmstack("prepare", "--source", f"{name}.jsonl", "--tokenizer", "T", "--out", f"set-{name}")
+        assert prepared.returncode == 0, prepared.stderr
+
+    def fit(run: str, steps: int, mixture: str = "{set-a: 3, set-b: 1}") -> "subprocess.CompletedProcess[str]":
+        model = [*SMALL[:4], "-c", "trainer/cpu.yaml", *SMALL[8:14], "--model.compile", "false"]
+        data = ["-c", "data/prepared.yaml", "--data.mixture", mixture, "--data.block_size", "16"]
+        rhythm = ["--run.checkpoint_every", "10", "--trainer.max_steps", str(steps), "--run.dir", str(tmp_path / run)]
+        return llmstack("fit", *model, *data, *rhythm)
+
+    whole = fit("whole", 20)
+    assert whole.returncode == 0, whole.stderr
+    assert "mixture, shares of the tokens: set-a 75.00 %, set-b 25.00 %" in whole.stderr
+    assert "mixture, shares of the 1,280 tokens so far: set-a " in whole.stderr
+    checkpoint = tmp_path / "parted" / "checkpoints" / "step-00000020"
+    assert fit("parted", 20).returncode == 0
+    shutil.rmtree(checkpoint)
+    assert fit("parted", 20).returncode == 0
+    losses = [[(row["step"], row["loss"]) for row in rows_of(tmp_path / run)] for run in ("whole", "parted")]
+    assert losses[0] == losses[1]
+    other = fit("parted", 20, "{set-a: 1, set-b: 1}")
+    assert other.returncode == 2
