@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from llmstack import __version__
 from llmstack.cli import (
     bench,
+    fetch,
     fit,
     generate,
     import_checkpoint,
@@ -26,7 +27,7 @@ from llmstack.errors import Stopped, UserError
 CONFIGURED = {"fit": fit, "validate": validate}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
 
-SUBCOMMANDS = (tokenizer, prepare, perplexity, generate, inspect, import_checkpoint, bench, report)
+SUBCOMMANDS = (tokenizer, fetch, prepare, perplexity, generate, inspect, import_checkpoint, bench, report)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llmstack.data.hub import CORPORA, find_source, find_tokenizer
 from llmstack.errors import UserError
 
 
@@ -25,9 +26,10 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         required=True,
         metavar="F",
-        help="files, globs or folders: .txt, .jsonl, .json (a row a line), also .gz or .zst, and .parquet",
+        help="files, globs or folders: .txt, .jsonl, .json (a row a line), also .gz or .zst, and .parquet; or the name "
+        f"of a set that `llmstack fetch` has brought: {', '.join(CORPORA)}, or one with a split, as c4:validation",
     )
-    parser.add_argument("--tokenizer", required=True, metavar="T", help="tokenizer file or folder")
+    parser.add_argument("--tokenizer", required=True, metavar="T", help="file or folder, or a fetched tokenizer's name")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
     parser.add_argument(
         "--heldout",
@@ -60,13 +62,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--max-bad-share is {args.max_bad_share}; it must be a share between 0 and 1")
     if args.out.exists() and not (args.out / "index.json").is_file():
         raise UserError(f"{args.out}: exists and holds no prepared data; give a new folder")
-    tokenizer = load_tokenizer(args.tokenizer)
+    source = find_source(args.source)
+    heldout = find_source(args.heldout) if "heldout" in args else None
+    tokenizer = load_tokenizer(find_tokenizer(args.tokenizer))
     prepared = prepare_source(
-        args.source,
+        source,
         tokenizer,
         BosEosPolicy.default(tokenizer),
         args.text_field,
-        getattr(args, "heldout", None),
+        heldout,
         args.out,
         args.num_proc,
         args.max_bad_share,

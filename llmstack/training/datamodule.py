@@ -18,12 +18,14 @@ from llmstack.data import (
     PackedBlocks,
     PreparedData,
     SampleOrder,
+    Source,
     StepBatchSampler,
     TaskDataset,
     collate,
     prepare_source,
 )
 from llmstack.data.embedded import embedded_tokenizer
+from llmstack.data.hub import find_source, find_tokenizer
 from llmstack.data.mixture import LaidEndToEnd, MixtureOrder
 from llmstack.data.prepared import TOKENIZER
 from llmstack.errors import UserError
@@ -42,7 +44,8 @@ class LanguageData(L.LightningDataModule):
         folder: for `prepared`: its folder.
         mixture: for `prepared`, instead of `folder`: several folders, each with its weight, the share of the tokens
             that it gives.
-        files: for `text`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or .parquet.
+        files: for `text`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or .parquet; or the
+            name of a fetched set (`c4`, `c4:validation`).
         heldout_files: files of the held-out split, which is never trained on; null: a part of `files`.
         tokenizer: tokenizer file or folder; for `embedded` it may be left out: a small BPE is trained on the spot;
             `prepared` data have theirs with them.
@@ -151,11 +154,11 @@ class LanguageData(L.LightningDataModule):
         if self.tokenizer_path is None:
             tokenizer = embedded_tokenizer(self.embedded_vocab_size)
         else:
-            tokenizer = load_tokenizer(self.tokenizer_path)
+            tokenizer = load_tokenizer(find_tokenizer(self.tokenizer_path))
         policy = BosEosPolicy.default(tokenizer)
-        files = EMBEDDED if self.source == "embedded" else self.files
-        assert files is not None
-        prepared = prepare_source(files, tokenizer, policy, self.text_field, self.heldout_files)
+        files: Source = EMBEDDED if self.source == "embedded" else _found(self.files)
+        heldout = _found(self.heldout_files) if self.heldout_files else None
+        prepared = prepare_source(files, tokenizer, policy, self.text_field, heldout)
         return [prepared], tokenizer, policy
 
     def describe_mixture(self, num_samples: int | None = None) -> str | None:
@@ -219,6 +222,10 @@ class LanguageData(L.LightningDataModule):
         assert self.policy is not None
         self.tokenizer.save(folder, self.policy)
         return folder
+
+
+def _found(files: str | list[str] | None) -> list[str | Path]:
+    return find_source([files] if isinstance(files, str) else files or [])
 
 
 def open_sets(folders: Sequence[str]) -> tuple[list[PreparedData], Tokenizer, BosEosPolicy]:
