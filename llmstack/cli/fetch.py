@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmstack.data.hub import CORPORA, GROUPS, HubSet, hub_root
 from llmstack.errors import UserError
+from llmstack.hub import CORPORA, GROUPS, HubSet, hub_root
 
 
 def add_parser(subparsers: Any) -> None:

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmstack.data.hub import CORPORA, find_source, find_tokenizer
 from llmstack.errors import UserError
+from llmstack.hub import CORPORA, find_source, find_tokenizer
 
 
 def add_parser(subparsers: Any) -> None:

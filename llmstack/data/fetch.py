@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llmstack.checkpoint.files import failing_in_one_line, write_atomically
-from llmstack.data.hub import HubSet
 from llmstack.errors import UserError
+from llmstack.hub import HubSet
 
 MANIFEST = "manifest.json"
 """In each repository's folder: its commit, and size and SHA-256 of each file that is there, whole and checked."""

@@ -83,6 +83,10 @@ class Tokenizer(ABC):
         """Ids of each text, by the library's own batch call."""
 
     @abstractmethod
+    def library_batch(self, texts: list[str]) -> object:
+        """The library's batch call on whole texts and nothing around it: what tokenising can cost at least."""
+
+    @abstractmethod
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes an id that is not special stands for inside a text."""
 

@@ -54,6 +54,9 @@ class RustTokenizer(Tokenizer):
         encodings = iter(self._backend.encode_batch_fast(pieces, add_special_tokens=False))
         return [_joined([next(encodings).ids for _ in range(count)]) for count in counts]
 
+    def library_batch(self, texts: list[str]) -> object:
+        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
 
 def _joined(parts: list[list[int]]) -> list[int]:
     return parts[0] if len(parts) == 1 else [token_id for part in parts for token_id in part]

@@ -78,6 +78,9 @@ class SentencePieceTokenizer(Tokenizer):
         rest = iter(ids)
         return [[token_id for _ in range(count) for token_id in next(rest)] for count in counts]
 
+    def library_batch(self, texts: list[str]) -> object:
+        return self._processor.encode(texts, num_threads=batch_threads())
+
     def _token_bytes(self, token_id: int) -> bytes:
         piece = self._pieces[token_id]
         if self._processor.is_byte(token_id):

@@ -87,6 +87,9 @@ class Llama3Tokenizer(Tokenizer):
             for parts in parts_of_texts
         ]
 
+    def library_batch(self, texts: list[str]) -> object:
+        return self._encoding.encode_ordinary_batch(texts, num_threads=batch_threads())
+
     def _token_bytes(self, token_id: int) -> bytes:
         return self._tokens[token_id]
 

@@ -25,10 +25,10 @@ from llmstack.data import (
     prepare_source,
 )
 from llmstack.data.embedded import embedded_tokenizer
-from llmstack.data.hub import find_source, find_tokenizer
 from llmstack.data.mixture import LaidEndToEnd, MixtureOrder
 from llmstack.data.prepared import TOKENIZER
 from llmstack.errors import UserError
+from llmstack.hub import find_source, find_tokenizer
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
 
 TASK_SAMPLES = {"train": 1_000_000, "heldout": 500}
