@@ -1,7 +1,9 @@
 """Fixtures shared by all tests."""
 
 import os
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,15 @@ def shared() -> Path:
     if not (SHARED / "data").is_dir():
         pytest.skip(f"no shared data at {SHARED} (set LLMSTACK_SHARED)")
     return SHARED / "data"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, timeout=30).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=30)

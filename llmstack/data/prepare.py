@@ -86,7 +86,7 @@ def prepare_source(
     """The prepared data of a source, tokenised now or found where an earlier start put it.
 
     Args:
-        source: ``"embedded"``, or files, globs and folders.
+        source: ``"embedded"``, or files, globs and folders; none, where only ``heldout`` is wanted.
         tokenizer: makes the ids, and goes with the data.
         policy: BOS and EOS around each document.
         text_field: the field of JSON lines, the column of Parquet.
@@ -162,7 +162,8 @@ def _prepare(
     left = [unit for unit in units if unit.number not in records]
     for record in _each(work, "tokenise", left, num_proc, progress):
         records[record["unit"]] = record
-    _finish(work, [records[unit.number] for unit in units], sources, held_out, identity)
+    wanted = {split for unit in units for split in unit.splits}
+    _finish(work, [records[unit.number] for unit in units], wanted, sources, held_out, identity)
 
 
 def _units(
@@ -216,6 +217,7 @@ def _documents(units: Iterable[Unit], text_field: str) -> Iterator[Document]:
 def _finish(
     work: _Work,
     records: Sequence[dict[str, Any]],
+    wanted: set[Split],
     sources: list[dict[str, Any]],
     held_out: list[dict[str, Any]] | None,
     identity: str,
@@ -226,7 +228,7 @@ def _finish(
         for split in SPLITS:
             shards[split] += record["shards"][split]
     for split in SPLITS:
-        if not shards[split]:
+        if split in wanted and not shards[split]:
             raise UserError(f"no text is left for the {split} split: all of the source stands in the held-out files")
     for described in (sources, held_out or []):
         files = [entry["path"] for entry in described if "path" in entry]

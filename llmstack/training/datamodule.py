@@ -26,7 +26,10 @@ from llmstack.data import (
 )
 from llmstack.data.embedded import embedded_tokenizer
 from llmstack.data.mixture import LaidEndToEnd, MixtureOrder
+from llmstack.data.prepare import print_report
 from llmstack.data.prepared import TOKENIZER
+from llmstack.data.sources import describe_source, resolve_files
+from llmstack.data.stream import Place, StreamLoader, StreamMicroBatches, StreamSource, hashes_of
 from llmstack.errors import UserError
 from llmstack.hub import find_source, find_tokenizer
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
@@ -40,12 +43,12 @@ class LanguageData(L.LightningDataModule):
 
     Args:
         source: `embedded` (the language reference inside CPython), `text` (files), `prepared` (what `llmstack prepare`
-            has made), or the generated `copy` or `sort`.
+            has made), `stream` (files that are tokenised while training goes on), or the generated `copy` or `sort`.
         folder: for `prepared`: its folder.
         mixture: for `prepared`, instead of `folder`: several folders, each with its weight, the share of the tokens
             that it gives.
-        files: for `text`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or .parquet; or the
-            name of a fetched set (`c4`, `c4:validation`).
+        files: for `text` and `stream`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or
+            .parquet; or the name of a fetched set (`c4`, `c4:validation`).
         heldout_files: files of the held-out split, which is never trained on; null: a part of `files`.
         tokenizer: tokenizer file or folder; for `embedded` it may be left out: a small BPE is trained on the spot;
             `prepared` data have theirs with them.
@@ -54,13 +57,14 @@ class LanguageData(L.LightningDataModule):
         block_size: tokens per sample (the generated tasks have their own).
         micro_batch_size: samples per device and forward pass.
         document_masks: attention stays within documents and positions restart at each.
-        num_workers: processes that read data; 0: the training process itself, which memory-mapped tokens rarely need.
+        num_workers: processes of each rank that read data; 0: the training process itself, which is enough for tokens
+            on disk. A stream goes on with as many ranks and workers as it had.
         seed: seed of the order of samples.
     """
 
     def __init__(
         self,
-        source: Literal["embedded", "text", "prepared", "copy", "sort"] = "embedded",
+        source: Literal["embedded", "text", "prepared", "stream", "copy", "sort"] = "embedded",
         folder: str | None = None,
         mixture: dict[str, float] | None = None,
         files: str | list[str] | None = None,
@@ -80,12 +84,15 @@ class LanguageData(L.LightningDataModule):
                 raise UserError(f"data.{name} is {value}; it must be at least 1")
         if num_workers < 0:
             raise UserError(f"data.num_workers is {num_workers}; it must be 0 or more")
-        if source == "text" and not files:
+        reads_files = source in ("text", "stream")
+        if reads_files and not files:
             raise UserError("data.files is not set: give --data.files a path, a glob or a folder")
-        if source == "text" and not tokenizer:
+        if reads_files and not tokenizer:
             raise UserError("data.tokenizer is not set: give --data.tokenizer a tokenizer file or folder")
+        if source == "stream" and not heldout_files:
+            raise UserError("data.heldout_files is not set: of a stream nothing can be held out but files of their own")
         for name, given in (("files", files), ("heldout_files", heldout_files)):
-            if source != "text" and given:
+            if not reads_files and given:
                 raise UserError(f"data.{name} is set, but data.source is {source}: set data.source to text")
         if source in ("copy", "sort") and tokenizer:
             raise UserError(f"data.tokenizer is set, but data.source {source} generates ids and has no text")
@@ -107,6 +114,9 @@ class LanguageData(L.LightningDataModule):
         """Optimiser steps tried before this start of the run."""
         self.first_sample = 0
         """Samples that those took."""
+        self.stream_places: list[dict[str, Any]] = []
+        """Where each lane of this rank stood then; none: at the start."""
+        self._stream: StreamLoader | None = None
         self.tokenizer: Tokenizer | None = None
         self.policy: BosEosPolicy | None = None
         self.prepared: list[PreparedData] = []
@@ -129,6 +139,9 @@ class LanguageData(L.LightningDataModule):
             self._heldout = TaskDataset(self.source, "heldout", TASK_SAMPLES["heldout"], self.seed)
             self.vocab_size, self.block_size = self._train.vocab_size, self._train.block_size
             self.fingerprint = f"{self.source}-{self.block_size}"
+            return
+        if self.source == "stream":
+            self._set_up_stream()
             return
         self.prepared, self.tokenizer, self.policy = self._prepared()
         self.vocab_size = self.tokenizer.vocab_size
@@ -161,6 +174,30 @@ class LanguageData(L.LightningDataModule):
         prepared = prepare_source(files, tokenizer, policy, self.text_field, heldout)
         return [prepared], tokenizer, policy
 
+    def _set_up_stream(self) -> None:
+        """Nothing is read but the held-out files."""
+        assert self.tokenizer_path is not None
+        self.tokenizer = load_tokenizer(find_tokenizer(self.tokenizer_path))
+        self.policy = BosEosPolicy.default(self.tokenizer)
+        self.vocab_size = self.tokenizer.vocab_size
+        heldout = _found(self.heldout_files)
+        self.prepared = [prepare_source([], self.tokenizer, self.policy, self.text_field, heldout)]
+        self._train = StreamSource(
+            tuple(resolve_files(_found(self.files))),
+            self.tokenizer,
+            self.policy,
+            self.text_field,
+            hashes_of(resolve_files(heldout), self.text_field),
+            self.block_size,
+            self.document_masks,
+            self.seed,
+        )
+        self._heldout = PackedBlocks(
+            self.prepared[0], "heldout", self.block_size, keep_last=True, document_ids=self.document_masks
+        )
+        described = [describe_source(_found(self.files)), self.prepared[0].identity, self.text_field]
+        self.fingerprint = f"{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]}-{self.block_size}"
+
     def describe_mixture(self, num_samples: int | None = None) -> str | None:
         """What each set of a mixture is to give, or has given of the run's first samples; None: there is one set."""
         if not isinstance(self._order, MixtureOrder):
@@ -177,14 +214,33 @@ class LanguageData(L.LightningDataModule):
         assert self.trainer is not None
         return self.first_sample + (steps - self.first_step) * self.samples_per_step(self.trainer)
 
+    def places(self, steps: int) -> list[dict[str, Any]] | None:
+        """Where each lane of this rank stands after ``steps`` tried steps; None: the data are no stream."""
+        return None if self._stream is None else self._stream.places(steps)
+
+    def state(self, trainer: L.Trainer) -> dict[str, Any]:
+        """What makes up the sequence of samples, whatever was seen of it: a resumed run must find the same."""
+        state: dict[str, Any] = {
+            "fingerprint": self.fingerprint,
+            "block_size": self.block_size,
+            "order_seed": self.seed,
+        }
+        if self.source == "stream":
+            state["lanes"] = (
+                f"{trainer.world_size} ranks x {max(self.num_workers, 1)} workers x {self.micro_batch_size}"
+            )
+        return state
+
     def samples_per_step(self, trainer: L.Trainer) -> int:
         """The global batch: micro-batch, micro-batches and ranks multiplied."""
         return self.micro_batch_size * trainer.accumulate_grad_batches * trainer.world_size
 
-    def train_dataloader(self) -> DataLoader[dict[str, Any]]:
+    def train_dataloader(self) -> Any:
         """Micro-batches from the first step of this start on, without end: the trainer counts the steps."""
         trainer = self.trainer
         assert trainer is not None
+        if self.source == "stream":
+            return self._stream_loader(trainer)
         sampler = StepBatchSampler(
             self._train,
             self._order,
@@ -196,6 +252,22 @@ class LanguageData(L.LightningDataModule):
             start_sample=self.first_sample,
         )
         return self._loader(self._train, sampler)
+
+    def _stream_loader(self, trainer: L.Trainer) -> StreamLoader:
+        made = self.first_sample // (self.micro_batch_size * trainer.world_size)
+        places = [Place(**place) for place in self.stream_places] or [Place()] * max(self.num_workers, 1)
+        batches = StreamMicroBatches(
+            self._train, self.micro_batch_size, trainer.world_size, trainer.global_rank, places, made
+        )
+        self._stream = StreamLoader(
+            batches,
+            self.num_workers,
+            trainer.accumulate_grad_batches,
+            self.first_step,
+            self.first_sample,
+            print_report,
+        )
+        return self._stream
 
     def val_dataloader(self) -> DataLoader[dict[str, Any]]:
         """All held-out tokens, in order."""

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,63 @@ def test_a_killed_worker_is_reported_and_what_is_finished_stays(
     assert process.returncode == 1
     assert "a process was killed, perhaps for want of memory" in errors.splitlines()[-1]
     assert (tmp_path / "out.tmp" / "plan.json").is_file()
+
+
+def test_a_full_disk_leaves_what_is_finished(
+    write_rows: Callable[..., Path], small_disk: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    """One line, nothing under the name; with more room the same call goes on."""
+    generator = np.random.default_rng(0)
+    texts = (" ".join(map(str, generator.integers(0, 10**9, 400))) for _ in range(1200))
+    source, out = write_rows(texts), small_disk / "out"
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device; check the disk space") as caught:
+        prepare_source(source, tokenizer, policy, out=out, unit_bytes=500_000)
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+    finished = [path for path in small_disk.glob("out.tmp/units/*") if "partial" not in path.name]
+    assert finished
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    lines: list[str] = []
+    prepare_source(source, tokenizer, policy, out=out, unit_bytes=500_000, report=lines.append).verify()
+    assert any(line.startswith(f"prepare: {len(finished)} of ") for line in lines)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    write_rows: Callable[..., Path], tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    with pytest.raises(UserError, match="cannot write /proc/nowhere"):
+        prepare_source(write_rows(["x"] * 200), tokenizer, policy, out=Path("/proc/nowhere/out"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "llama-2/tokenizer.model", "llama-3/tokenizer.model"])
+def test_time_and_memory_grow_with_the_length_of_a_document_and_no_faster(shared: Path, name: str) -> None:
+    """Ten times the text in at most twelve times the time, with words and without; one of 50 MB is prepared."""
+    tokenizer = load_tokenizer(shared / "tokenizers" / name)
+    words = "".join(json.loads(line)["text"] for line in (shared / "c4" / "c4_en_valid_1k.jsonl").open())
+    for text in (words, words.replace(" ", "").replace("\n", "")):
+        text = (text * 3)[:5_000_000]
+        times = {}
+        for length in (500_000, 5_000_000):
+            found = []
+            for _ in range(3):
+                start = time.perf_counter()
+                tokenizer.encode(text[:length])
+                found.append(time.perf_counter() - start)
+            times[length] = min(found)
+        assert times[5_000_000] < 12 * times[500_000], (name, times)
+
+
+@pytest.mark.full
+def test_a_document_of_50_megabytes(
+    write_rows: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    long = "A word after another, and one more. " * 1_400_000
+    prepared = prepare_source(
+        write_rows([*(f"document {i}" for i in range(200)), long]), tokenizer, policy, out=tmp_path / "out"
+    )
+    assert prepared["train"].num_bytes + prepared["heldout"].num_bytes > 50_000_000
+    assert max(prepared[split].num_tokens for split in SPLITS) > 5_000_000
 
 
 def test_source_that_changes_meanwhile_is_refused(

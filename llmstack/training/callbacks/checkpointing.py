@@ -55,12 +55,12 @@ class Checkpointing(StepCallback):
     def _restore(self, trainer: L.Trainer, module: LanguageModel, checkpoint: Checkpoint) -> None:
         data: LanguageData = trainer.datamodule  # type: ignore[attr-defined]
         state = checkpoint.state
-        saved, present = state["data"], _data_state(data)
-        for name in present:
-            if saved[name] != present[name]:
+        saved, present = state["data"], data.state(trainer)
+        for name, now in present.items():
+            if (then := saved.get(name)) != now:
                 raise UserError(
-                    f"{checkpoint.path} was trained on other data: its {name} is {saved[name]}, now {present[name]}; "
-                    "use the same data, or another --run.dir"
+                    f"{checkpoint.path} was trained on other data: its {name} is {then}, now {now}; use the same data, "
+                    "or another --run.dir"
                 )
         then, now = state["samples_per_step"], data.samples_per_step(trainer)
         if then != now:
@@ -72,6 +72,8 @@ class Checkpointing(StepCallback):
         self.metrics.tokens_seen = state["tokens_seen"]
         self.skipped.total = state["skipped_steps"]
         data.first_step, data.first_sample = checkpoint.step + self.skipped.total, state["samples_seen"]
+        if "stream" in state:
+            data.stream_places = state["stream"][self.ranks.rank]
         best = self.run.best_checkpoint() if self.ranks.is_first else None
         self._best = self.ranks.from_first(best.state["val_loss"] if best is not None else math.inf)
         self._saved_step = checkpoint.step
@@ -116,8 +118,10 @@ class Checkpointing(StepCallback):
             "skipped_steps": self.skipped.total,
             "samples_seen": data.samples_seen(step + self.skipped.total),
             "samples_per_step": data.samples_per_step(trainer),
-            "data": _data_state(data),
+            "data": data.state(trainer),
         }
+        if (places := data.places(step + self.skipped.total)) is not None:
+            state["stream"] = self.ranks.gather(places)
         if (val_loss := self.metrics.validated_at(step)) is not None:
             state["val_loss"] = val_loss
         tokenizer: Path = self.run.path / "tokenizer"
@@ -152,8 +156,3 @@ def _failing_alike() -> Iterator[None]:
         yield
     except UserError as error:
         raise Stopped(str(error), status=2) from error
-
-
-def _data_state(data: LanguageData) -> dict[str, Any]:
-    """What makes up the sequence of samples: a resumed run must find the same."""
-    return {"fingerprint": data.fingerprint, "block_size": data.block_size, "order_seed": data.seed}

@@ -1,9 +1,11 @@
-"""Text that is tokenised beforehand trains as the text itself does."""
+"""Text that is tokenised beforehand, mixed, or streamed, as a user trains on it."""
 
 import json
 import shutil
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.conftest import SMALL, Command
 from tests.e2e.job import rows_of
@@ -76,3 +78,36 @@ def test_a_mixture_says_what_it_gives_and_gave(llmstack: Command, tmp_path: Path
     assert losses[0] == losses[1]
     other = fit("parted", 20, "{set-a: 1, set-b: 1}")
     assert other.returncode == 2
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.full)])
+def test_a_stream_goes_on_to_the_token(llmstack: Command, tmp_path: Path, workers: int) -> None:
+    """Cut back to a checkpoint and started again: the same losses. Other counts of workers are refused."""
+    for number in range(3):
+        lines = (json.dumps({"text": f"{number} says {i} " * (i % 9 + 1)}) + "\n" for i in range(300))
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines) + ("broken\n" if number == 0 else ""))
+    assert llmstack("tokenizer", "train", "--files", "2.jsonl", "--vocab-size", "280", "--out", "T").returncode == 0
+
+    def fit(run: str, *more: str) -> "subprocess.CompletedProcess[str]":
+        model = [*SMALL[:4], "-c", "trainer/cpu.yaml", *SMALL[8:14], "--model.compile", "false"]
+        data = ["-c", "data/c4_stream.yaml", "--data.files", "[0.jsonl, 1.jsonl]", "--data.heldout_files", "2.jsonl"]
+        data += ["--data.tokenizer", "T", "--data.block_size", "16", "--data.micro_batch_size", "2"]
+        data += ["--data.num_workers", str(workers), "--trainer.accumulate_grad_batches", "3"]
+        rhythm = ["--run.checkpoint_every", "7", "--trainer.max_steps", "20", "--run.dir", str(tmp_path / run)]
+        return llmstack("fit", *model, *data, *rhythm, *more)
+
+    whole = fit("whole")
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stderr.count(f"skipped {tmp_path / '0.jsonl'}:301: bad JSON") == 1
+    assert fit("parted").returncode == 0
+    for step in (14, 20):
+        shutil.rmtree(tmp_path / "parted" / "checkpoints" / f"step-{step:08d}")
+    (tmp_path / "parted" / "run.json").unlink(missing_ok=True)
+    refused = fit("parted", "--data.num_workers", "1" if workers else "2")
+    assert refused.returncode == 2
+    again = fit("parted")
+    assert again.returncode == 0, again.stderr
+    assert "from step 7" in again.stderr
+    losses = [[(row["step"], row["loss"]) for row in rows_of(tmp_path / run)] for run in ("whole", "parted")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 20
