@@ -338,7 +338,7 @@ def test_odd_rows_are_skipped_counted_and_listed(
     assert texts["train"].count("same") in (0, 2)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", *(pytest.param(k, marks=pytest.mark.full) for k in ("jsonl.gz", "parquet"))])
 def test_processes_and_kills_change_nothing(
     write_rows: Callable[..., Path], tmp_path: Path, tokenizer_folder: Path, kind: str
 ) -> None:

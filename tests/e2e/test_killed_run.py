@@ -93,7 +93,7 @@ def test_norms_killed_while_they_are_measured_and_removed(llmstack: Command, tmp
         assert ends[0].read_bytes() == ends[1].read_bytes(), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_saves_at_the_step_and_says_so(llmstack: Command, tmp_path: Path, number: signal.Signals) -> None:
     """Exit status 128 + signal, a checkpoint of the very step, and the rest of the run is as if nothing had been."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -136,7 +136,7 @@ def test_two_at_once_on_one_folder(tmp_path: Path, llmstack: Command) -> None:
         first.wait()
 
 
-@pytest.mark.parametrize("kept", ["whole", "cut"])
+@pytest.mark.parametrize("kept", ["cut", pytest.param("whole", marks=pytest.mark.full)])
 def test_everything_works_on_a_finished_run(llmstack: Command, tmp_path: Path, kept: str) -> None:
     """validate, inspect, generate and perplexity read what fit wrote, also when the newest checkpoint is broken."""
     run = tmp_path / "run"
