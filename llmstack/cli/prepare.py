@@ -30,7 +30,12 @@ def add_parser(subparsers: Any) -> None:
         f"of a set that `llmstack fetch` has brought: {', '.join(CORPORA)}, or one with a split, as c4:validation",
     )
     parser.add_argument("--tokenizer", required=True, metavar="T", help="file or folder, or a fetched tokenizer's name")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder to make, or an address (s3://bucket/name) to which it is sent when it is made in the cache",
+    )
     parser.add_argument(
         "--heldout",
         nargs="+",
@@ -54,14 +59,17 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, then print what there is as one line of JSON."""
     from llmstack.data import prepare_source
+    from llmstack.data.prepared import INDEX
+    from llmstack.data.remote import is_remote, send
     from llmstack.tokenizer import BosEosPolicy, load_tokenizer
 
     if args.num_proc < 1:
         raise UserError(f"--num-proc is {args.num_proc}; it must be at least 1")
     if not 0 <= args.max_bad_share <= 1:
         raise UserError(f"--max-bad-share is {args.max_bad_share}; it must be a share between 0 and 1")
-    if args.out.exists() and not (args.out / "index.json").is_file():
-        raise UserError(f"{args.out}: exists and holds no prepared data; give a new folder")
+    out = None if is_remote(args.out) else Path(args.out)
+    if out is not None and out.exists() and not (out / INDEX).is_file():
+        raise UserError(f"{out}: exists and holds no prepared data; give a new folder")
     source = find_source(args.source)
     heldout = find_source(args.heldout) if "heldout" in args else None
     tokenizer = load_tokenizer(find_tokenizer(args.tokenizer))
@@ -71,13 +79,15 @@ def run(args: argparse.Namespace) -> int:
         BosEosPolicy.default(tokenizer),
         args.text_field,
         heldout,
-        args.out,
+        out,
         args.num_proc,
         args.max_bad_share,
     )
+    if out is None:
+        send(prepared.folder, args.out)
     splits = {
         split: {kind: record[kind] for kind in ("documents", "tokens", "bytes")}
         for split, record in prepared.index["splits"].items()
     }
-    print(json.dumps({"folder": str(args.out), "skipped_rows": prepared.index["skipped_rows"], **splits}))
+    print(json.dumps({"folder": args.out, "skipped_rows": prepared.index["skipped_rows"], **splits}))
     return 0

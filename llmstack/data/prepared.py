@@ -42,7 +42,7 @@ FORMAT_VERSION = 2
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 TOKENS_PER_BATCH = 1 << 20
 TOKENS_PER_SHARD = 1 << 27
-_INDEX = "index.json"
+INDEX = "index.json"
 SKIPPED = "skipped.jsonl"
 TOKENIZER = "tokenizer"
 UNITS = "units"
@@ -168,7 +168,7 @@ def write_index(
         },
         "splits": splits,
     }
-    file = (folder / _INDEX).open("wb")
+    file = (folder / INDEX).open("wb")
     file.write(json.dumps(index, indent=1).encode())
     _sync_and_close(file)
 
@@ -342,12 +342,12 @@ class PreparedData:
                 raise _damaged(self.folder / record["file"], "its checksum is not that of index.json")
 
     def _read_index(self) -> dict[str, Any]:
-        path = self.folder / _INDEX
+        path = self.folder / INDEX
         try:
             index = json.loads(path.read_bytes())
             version, _ = index["format_version"], [index[key] for key in ("tokenizer", "splits", "holdout")]
         except FileNotFoundError as error:
-            raise UserError(f"{self.folder}: no prepared data here ({_INDEX} is missing)") from error
+            raise UserError(f"{self.folder}: no prepared data here ({INDEX} is missing)") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, str(error)) from error
         if version != FORMAT_VERSION:

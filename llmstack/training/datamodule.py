@@ -28,6 +28,7 @@ from llmstack.data.embedded import embedded_tokenizer
 from llmstack.data.mixture import LaidEndToEnd, MixtureOrder
 from llmstack.data.prepare import print_report
 from llmstack.data.prepared import TOKENIZER
+from llmstack.data.remote import local_folder
 from llmstack.data.sources import describe_source, resolve_files
 from llmstack.data.stream import Place, StreamLoader, StreamMicroBatches, StreamSource, hashes_of
 from llmstack.errors import UserError
@@ -44,7 +45,7 @@ class LanguageData(L.LightningDataModule):
     Args:
         source: `embedded` (the language reference inside CPython), `text` (files), `prepared` (what `llmstack prepare`
             has made), `stream` (files that are tokenised while training goes on), or the generated `copy` or `sort`.
-        folder: for `prepared`: its folder.
+        folder: for `prepared`: its folder, or its address (s3://…), from which it is copied into the cache.
         mixture: for `prepared`, instead of `folder`: several folders, each with its weight, the share of the tokens
             that it gives.
         files: for `text` and `stream`: a path, glob or folder, or a list of them; .txt, .jsonl (also .gz, .zst) or
@@ -306,7 +307,7 @@ def open_sets(folders: Sequence[str]) -> tuple[list[PreparedData], Tokenizer, Bo
     Raises:
         UserError: no prepared data there, or made with another tokenizer or other marks than the first.
     """
-    opened = [PreparedData(folder) for folder in folders]
+    opened = [PreparedData(local_folder(folder)) for folder in folders]
     first = opened[0]
     for other in opened[1:]:
         if other.tokenizer_fingerprint != first.tokenizer_fingerprint or other.index["policy"] != first.index["policy"]:
