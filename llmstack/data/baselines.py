@@ -8,15 +8,12 @@ The held-out split is only scored. All tokens are held in memory.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmstack.data.prepared import PreparedData, bits_per_byte
 from llmstack.errors import UserError
-
-if TYPE_CHECKING:
-    from llmstack.data.prepared import PreparedData, bits_per_byte
 
 Tokens = NDArray[np.int64]
 
@@ -65,7 +62,7 @@ class CountModel:
         return tokens[:-1] * self._vocab_size + tokens[1:]
 
 
-def score_baselines(prepared: "PreparedData") -> Baselines:
+def score_baselines(prepared: PreparedData) -> Baselines:
     """Fit both models on the training split and score the held-out split."""
     train, heldout = (split.read(0, split.num_tokens).numpy() for split in (prepared["train"], prepared["heldout"]))
     if len(train) < 20:
