@@ -36,7 +36,9 @@ def documents(prepared: PreparedData, split: str) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, borders)]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", ["llama-3", "tok512", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama-2", "gpt2"))]
+)
 def test_the_stream_is_the_sources(shared: Path, tmp_path: Path, name: str) -> None:
     """Every text comes back whole, once; each is closed by one EOS; one process or two write the same bytes."""
     tokenizer = load_tokenizer(shared / TOKENIZERS[name])
