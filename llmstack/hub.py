@@ -115,6 +115,8 @@ def find_tokenizer(name: str) -> str | Path:
     Raises:
         UserError: it is not in the folder.
     """
+    if not name:
+        raise UserError("an empty name is no tokenizer")
     if name not in TOKENIZERS or Path(name).exists():
         return name
     folder = hub_root() / TOKENIZERS[name].repo

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():
         raise UserError(f"--output {args.output}: there is no such folder")
     for name in ("block_size", "micro_batch_size", "seconds", "repeats"):
-        if getattr(args, name) <= 0:
+        if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
     try:
         workers = [int(number) for number in args.workers.split(",")]

@@ -11,11 +11,15 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
@@ -55,7 +59,6 @@ if TYPE_CHECKING:
 
 MAX_BAD_SHARE = 0.01
 _ENCODE_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
-_VERIFY_BELOW = 1 << 30  # bytes; the checksums of a smaller folder are verified at every start
 _PLAN = "plan.json"
 _RECORD = "unit.json"
 
@@ -100,6 +103,8 @@ def prepare_source(
     Raises:
         UserError: no such source, too many bad rows, too little text, other data in ``out``.
     """
+    if out is not None:
+        _check_apart(out, source)
     sources = describe_source(source)
     held_out = None if heldout is None else describe_source(heldout)
     key = {
@@ -123,11 +128,18 @@ def prepare_source(
     prepared = PreparedData(path, tokenizer)
     if prepared.identity != identity:
         raise UserError(f"{path}: holds other prepared data; give a new folder, or delete this one")
-    if not fresh and prepared.num_stored_bytes < _VERIFY_BELOW:
-        prepared.verify()
+    if not fresh:
+        prepared.verify_if_small()
     if num_skipped := prepared.index["skipped_rows"]:
         report(f"prepare: {num_skipped:,} bad rows were skipped; {path / SKIPPED} lists them")
     return prepared
+
+
+def _check_apart(out: Path, source: Source) -> None:
+    """What is made must not become a part of what it is made from."""
+    for entry in [source] if isinstance(source, str | Path) else source:
+        if Path(entry).is_dir() and out.resolve().is_relative_to(Path(entry).resolve()):
+            raise UserError(f"{out} lies in the source folder {entry}: choose a place outside of it")
 
 
 def _prepare(
@@ -370,10 +382,14 @@ def _each(work: _Work, task: str, units: Sequence[Unit], num_proc: int, progress
         return
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", 3)
+    # In a file: what is too long for a pipe would be waited for by this process alone if a new one died at once.
+    packed = work.folder / ".work"
+    packed.write_bytes(pickle.dumps(work))
     with ProcessPoolExecutor(
-        min(num_proc, len(units)), context, initializer=_start, initargs=(work, counts, os.getpid())
+        min(num_proc, len(units)), context, initializer=_start, initargs=(packed, counts, os.getpid())
     ) as pool:
-        pending = {pool.submit(_do, task, unit) for unit in units}
+        with _not_interrupted():
+            pending = {pool.submit(_do, task, unit) for unit in units}
         try:
             while pending:
                 done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
@@ -387,6 +403,7 @@ def _each(work: _Work, task: str, units: Sequence[Unit], num_proc: int, progress
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+            packed.unlink()
 
 
 class _SharedCounter:
@@ -405,9 +422,22 @@ _in_worker: list[Any] = []
 """In a process of the pool: its work and its counter."""
 
 
-def _start(work: _Work, counts: Any, parent: int) -> None:
+@contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """Processes that are started inside leave Ctrl-C to this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _start(packed: Path, counts: Any, parent: int) -> None:
     end_with_parent(parent)
-    _in_worker[:] = work, _SharedCounter(counts)
+    _in_worker[:] = pickle.loads(packed.read_bytes()), _SharedCounter(counts)
 
 
 def _do(task: str, unit: Unit) -> Any:

@@ -42,6 +42,7 @@ FORMAT_VERSION = 2
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 TOKENS_PER_BATCH = 1 << 20
 TOKENS_PER_SHARD = 1 << 27
+_VERIFY_BELOW = 1 << 30  # bytes; the checksums of a smaller folder are verified at every start
 INDEX = "index.json"
 SKIPPED = "skipped.jsonl"
 TOKENIZER = "tokenizer"
@@ -182,7 +183,7 @@ def growing_folder(path: Path, identity: str) -> Iterator[Path | None]:
     with its process: of two that prepare the same data one works and the other waits.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(path.name + ".lock").open("w") as lock:
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
@@ -190,8 +191,10 @@ def growing_folder(path: Path, identity: str) -> Iterator[Path | None]:
         if path.exists():
             yield None
             return
-        growing = path.with_name(path.name + ".tmp")
+        growing = path.with_name(f".{path.name}.tmp")
         mark = growing / ".identity"
+        if growing.exists() and not mark.is_file() and any(growing.iterdir()):
+            raise UserError(f"{growing} is in the way and none of ours: move it elsewhere")
         if not mark.is_file() or mark.read_text() != identity:
             shutil.rmtree(growing, ignore_errors=True)
             growing.mkdir()
@@ -235,8 +238,10 @@ class _Batch:
 class _Shard:
     """A memory-mapped shard: its batches with the token and document at which each starts in the split."""
 
-    def __init__(self, path: Path, record: dict[str, Any], first_token: int, first_document: int) -> None:
+    def __init__(self, folder: Path, record: dict[str, Any], first_token: int, first_document: int) -> None:
         import pyarrow as pa
+
+        path = folder / record["file"]
 
         self.batches: list[_Batch] = []
         self.first_tokens, self.first_documents = [first_token], [first_document]
@@ -248,9 +253,9 @@ class _Shard:
                     self.first_tokens.append(self.first_tokens[-1] + len(column.values))
                     self.first_documents.append(self.first_documents[-1] + len(column))
         except (OSError, pa.ArrowException, KeyError) as error:
-            raise _damaged(path, str(error)) from error
+            raise _damaged(folder, path, str(error)) from error
         if self.first_tokens[-1] - first_token != record["tokens"]:
-            raise _damaged(path, "it has another number of tokens than index.json says")
+            raise _damaged(folder, path, "it has another number of tokens than index.json says")
 
 
 class PreparedSplit:
@@ -299,8 +304,7 @@ class PreparedSplit:
     def _shard(self, i: int) -> _Shard:
         if i not in self._shards:
             record = self._records[i]
-            path = self._folder / record["file"]
-            self._shards[i] = _Shard(path, record, self._first_tokens[i], self._first_documents[i])
+            self._shards[i] = _Shard(self._folder, record, self._first_tokens[i], self._first_documents[i])
         return self._shards[i]
 
 
@@ -325,7 +329,7 @@ class PreparedData:
         for record in self._shard_records():
             path = self.folder / record["file"]
             if not path.is_file() or path.stat().st_size != record["size"]:
-                raise _damaged(path, f"missing or not of {record['size']} bytes")
+                raise _damaged(self.folder, path, f"missing or not of {record['size']} bytes")
         self._splits = {split: PreparedSplit(self.folder, self.index["splits"][split]) for split in SPLITS}
 
     def __getitem__(self, split: Split) -> PreparedSplit:
@@ -339,23 +343,30 @@ class PreparedData:
         """Compare the SHA-256 of every shard: reads all of the data."""
         for record in self._shard_records():
             if _sha256(self.folder / record["file"]) != record["sha256"]:
-                raise _damaged(self.folder / record["file"], "its checksum is not that of index.json")
+                raise _damaged(self.folder, self.folder / record["file"], "its checksum is not that of index.json")
 
     def _read_index(self) -> dict[str, Any]:
         path = self.folder / INDEX
         try:
-            index = json.loads(path.read_bytes())
-            version, _ = index["format_version"], [index[key] for key in ("tokenizer", "splits", "holdout")]
-        except FileNotFoundError as error:
+            index: dict[str, Any] = json.loads(path.read_bytes())
+            version = index["format_version"]
+            if version == FORMAT_VERSION:
+                _check_index(index)
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(f"{self.folder}: no prepared data here ({INDEX} is missing)") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, str(error)) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(self.folder, path, f"{type(error).__name__}: {error}") from error
         if version != FORMAT_VERSION:
             raise UserError(
                 f"{path}: format version {version}, and this program reads {FORMAT_VERSION}: "
                 "delete the folder and prepare the data again"
             )
         return index
+
+    def verify_if_small(self) -> None:
+        """:meth:`verify`, where that takes seconds."""
+        if self.num_stored_bytes < _VERIFY_BELOW:
+            self.verify()
 
     def _shard_records(self) -> Iterator[dict[str, Any]]:
         return (record for split in SPLITS for record in self.index["splits"][split]["shards"])
@@ -367,5 +378,23 @@ def bits_per_byte(splits: Sequence[PreparedSplit], nats_per_token: float) -> flo
     return nats_per_token * tokens / (math.log(2) * sum(split.num_bytes for split in splits))
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: damaged ({what}); delete the folder {path.parent} and prepare the data again")
+def _check_index(index: dict[str, Any]) -> None:
+    """Whether all is there that is read later.
+
+    Raises:
+        KeyError, TypeError, ValueError: something is not.
+    """
+    for name in ("identity", "policy", "holdout", "skipped_rows"):
+        index[name]
+    int(index["tokenizer"]["vocab_size"]), index["tokenizer"]["fingerprint"]
+    for split in SPLITS:
+        record = index["splits"][split]
+        for kind in ("documents", "tokens", "bytes"):
+            if sum(shard[kind] for shard in record["shards"]) != record[kind]:
+                raise ValueError(f"the {kind} of the {split} split are not those of its shards")
+        for shard in record["shards"]:
+            Path(shard["file"]), int(shard["size"]), shard["sha256"]
+
+
+def _damaged(folder: Path, path: Path, what: str) -> UserError:
+    return UserError(f"{path}: damaged ({what}); delete the folder {folder} and prepare the data again")

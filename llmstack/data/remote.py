@@ -7,6 +7,7 @@ checked against its own checksums.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,12 +32,15 @@ def local_folder(path: str | Path) -> Path:
     """
     if not is_remote(path):
         return Path(path)
-    url = str(path).rstrip("/")
+    url = str(path)
     with _reaching(url) as (store, root):
         if not store.exists(f"{root}/{INDEX}"):
             raise UserError(f"{url}: no prepared data there ({INDEX} is missing)")
-        index = json.loads(store.cat_file(f"{root}/{INDEX}"))
-        folder = cache_root() / f"remote-{index['identity'][:32]}"
+        try:
+            index = json.loads(store.cat_file(f"{root}/{INDEX}"))
+            folder = cache_root() / f"remote-{index['identity'][:32]}"
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{url}/{INDEX}: damaged ({error}); send the data again") from error
         if not folder.exists():
             with failing_in_one_line(folder.parent), growing_folder(folder, index["identity"]) as growing:
                 if growing is not None:
@@ -55,7 +59,6 @@ def send(folder: Path, url: str) -> None:
     Raises:
         UserError: the store cannot be reached, or holds other data there.
     """
-    url = url.rstrip("/")
     with _reaching(url) as (store, root):
         if store.exists(f"{root}/{INDEX}"):
             there = json.loads(store.cat_file(f"{root}/{INDEX}"))["identity"]
@@ -75,8 +78,11 @@ def _reaching(url: str) -> Iterator[tuple[Any, str]]:
     """The file system of an address, and the path in it."""
     import fsspec
 
+    if not re.fullmatch(r"[\w+.-]+://.*[^/].*", url):
+        raise UserError(f"{url}: an address without a place; give one as s3://bucket/name")
     try:
-        yield fsspec.core.url_to_fs(url)
+        store, root = fsspec.core.url_to_fs(url)
+        yield store, root.rstrip("/")
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"{url}: cannot be reached ({str(error).splitlines()[0] if str(error) else error!r})"

@@ -71,6 +71,8 @@ def resolve_files(spec: Source) -> list[Path]:
     """
     found: set[Path] = set()
     for entry in [spec] if isinstance(spec, str | Path) else spec:
+        if not str(entry):
+            raise UserError("an empty name is no file, glob or folder")
         path = Path(os.path.abspath(os.path.expanduser(entry)))
         if path.is_dir():
             matches = [p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
@@ -86,6 +88,10 @@ def resolve_files(spec: Source) -> list[Path]:
     # `x.jsonl` to a blob without suffix.
     unique = {path.resolve(): path for path in sorted(found, reverse=True)}
     for path in unique.values():
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{str(path)!a}: the name is not UTF-8; rename the file") from error
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: unknown suffix; known are {_known()}")
     return sorted(unique.values())

@@ -25,7 +25,7 @@ from llmstack.data import (
     prepare_source,
 )
 from llmstack.data.embedded import embedded_tokenizer
-from llmstack.data.mixture import LaidEndToEnd, MixtureOrder
+from llmstack.data.mixture import LaidEndToEnd, MixtureOrder, whole_shares
 from llmstack.data.prepare import print_report
 from llmstack.data.prepared import TOKENIZER
 from llmstack.data.remote import local_folder
@@ -147,6 +147,7 @@ class LanguageData(L.LightningDataModule):
         self.prepared, self.tokenizer, self.policy = self._prepared()
         self.vocab_size = self.tokenizer.vocab_size
         weights = list(self.weights.values()) if self.weights is not None else [1.0]
+        whole_shares(weights)
         size, masks = self.block_size, self.document_masks
         train = [PackedBlocks(one, "train", size, document_ids=masks) for one in self.prepared]
         heldout = [PackedBlocks(one, "heldout", size, keep_last=True, document_ids=masks) for one in self.prepared]
@@ -308,7 +309,11 @@ def open_sets(folders: Sequence[str]) -> tuple[list[PreparedData], Tokenizer, Bo
         UserError: no prepared data there, or made with another tokenizer or other marks than the first.
     """
     opened = [PreparedData(local_folder(folder)) for folder in folders]
+    for one in opened:
+        one.verify_if_small()
     first = opened[0]
+    if len({one.folder.resolve() for one in opened}) < len(opened):
+        raise UserError("data.mixture: a folder stands there twice")
     for other in opened[1:]:
         if other.tokenizer_fingerprint != first.tokenizer_fingerprint or other.index["policy"] != first.index["policy"]:
             raise UserError(

@@ -367,7 +367,7 @@ def test_processes_and_kills_change_nothing(
             _, errors = killed.communicate(timeout=60)
             assert killed.returncode == -signal.SIGKILL, errors
             assert not out.exists()
-            done = [path for path in out.with_name("killed.tmp").glob("units/*") if "partial" not in path.name]
+            done = [path for path in out.with_name(".killed.tmp").glob("units/*") if "partial" not in path.name]
             assert len(done) == 2 * (kill + 1), "of three units the third was to be killed"
         process = start_prepare(source, tokenizer_folder, str(out), str(processes))
         _, errors = process.communicate(timeout=120)
@@ -387,7 +387,7 @@ def test_a_killed_worker_is_reported_and_what_is_finished_stays(
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "a process was killed, perhaps for want of memory" in errors.splitlines()[-1]
-    assert (tmp_path / "out.tmp" / "plan.json").is_file()
+    assert (tmp_path / ".out.tmp" / "plan.json").is_file()
 
 
 def test_a_full_disk_leaves_what_is_finished(
@@ -401,12 +401,50 @@ def test_a_full_disk_leaves_what_is_finished(
         prepare_source(source, tokenizer, policy, out=out, unit_bytes=500_000)
     assert "\n" not in str(caught.value)
     assert not out.exists()
-    finished = [path for path in small_disk.glob("out.tmp/units/*") if "partial" not in path.name]
+    finished = [path for path in small_disk.glob(".out.tmp/units/*") if "partial" not in path.name]
     assert finished
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     lines: list[str] = []
     prepare_source(source, tokenizer, policy, out=out, unit_bytes=500_000, report=lines.append).verify()
     assert any(line.startswith(f"prepare: {len(finished)} of ") for line in lines)
+
+
+def test_what_others_have_beside_it_stays(
+    write_rows: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    source = write_rows(f"document {i}" for i in range(200))
+    for name in ("poetry.tmp/thesis.txt", "poetry.lock", ".clash.tmp/thesis.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    prepare_source(source, tokenizer, policy, out=tmp_path / "poetry")
+    with pytest.raises(UserError, match="in the way and none of ours"):
+        prepare_source(source, tokenizer, policy, out=tmp_path / "clash")
+    for name in ("poetry.tmp/thesis.txt", "poetry.lock", ".clash.tmp/thesis.txt"):
+        assert (tmp_path / name).read_text() == "mine"
+
+
+def test_sources_and_places_that_cannot_be_meant(
+    write_rows: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer, policy: BosEosPolicy
+) -> None:
+    write_rows(f"document {i}" for i in range(200))
+    for source, out, says in (
+        (tmp_path, tmp_path / "out", "lies in the source folder"),
+        ("", tmp_path / "out", "an empty name"),
+    ):
+        with pytest.raises(UserError, match=says):
+            prepare_source(source, tokenizer, policy, out=out)
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.jsonl")).write_text('{"text": "x"}\n')
+    with pytest.raises(UserError, match="the name is not UTF-8"):
+        prepare_source([tmp_path], tokenizer, policy)
+
+
+@pytest.mark.parametrize("missing", ["identity", "policy", "splits", "tokenizer"])
+def test_an_index_with_holes_is_damaged(tmp_path: Path, missing: str) -> None:
+    prepared, _ = write_folder(tmp_path / "data", random_documents(1000), 1000)
+    index = {name: value for name, value in prepared.index.items() if name != missing}
+    (prepared.folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"damaged .*; delete the folder {prepared.folder} and"):
+        PreparedData(prepared.folder)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(

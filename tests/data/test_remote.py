@@ -68,7 +68,11 @@ def test_other_data_are_not_overwritten(
 
 @pytest.mark.parametrize(
     ("address", "says"),
-    [("memory://nothing/here", "no prepared data there"), ("gibberish://a/b", "cannot be reached")],
+    [
+        ("memory://nothing/here", "no prepared data there"),
+        ("gibberish://a/b", "cannot be reached"),
+        ("s3://", "without a place"),
+    ],
 )
 def test_what_is_not_there_is_one_line(address: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
