@@ -129,7 +129,7 @@ def check_first_step_and_weights(job: Job, seen: list[Seen], reference: Seen) ->
     assert min(first.norms) > 1.2 * job.clip, "clipping was meant to bite"
     assert worst(first.final, reference.final) < (1e-5, "")
     assert worst(first.final, reference.final, of_scalars=True) < (1e-5, "")
-    assert worst(first.final, first.initial)[0] > 0.1, "the weights were meant to move"
+    assert worst(first.final, first.initial)[0] > 0.05, "the weights were meant to move"
     assert all(equal(one.final, first.final) for one in seen[1:])
     torch.testing.assert_close(loss(seen), loss([reference]), rtol=1e-5, atol=0)
 
