@@ -109,7 +109,7 @@ def _resident(pid: int) -> int:
 def measure_tokenising(source: Sequence[str], tokenizer: Tokenizer, repeats: int) -> dict[str, Any]:
     """Tokenising of all of ``source`` as `prepare` does it, beside the library's own batch call on the same text.
 
-    Both use all cores by the library's threads, and take turns; what they give is compared.
+    Both use all cores by the library's threads, and take turns; the ratio is the median over pairs.
     """
     texts = [document.text for document in iterate_documents(list(source))]
     if not texts:

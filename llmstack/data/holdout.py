@@ -101,11 +101,7 @@ def choose_holdout(documents: Callable[[], Iterable[Document]], tokenizer: Token
     ``documents`` starts a new iteration. Raises :class:`UserError` where the source is too small to hold out
     the minimum, or mixes documents and plain text.
     """
-    iterator = iter(documents())
-    first = next(iterator, None)
-    if first is None:
-        raise UserError("the source has no documents")
-    same_kind = (_of_unit(document, first) for document in itertools.chain([first], iterator))
+    first, same_kind = _of_one_unit(documents(), "the source has no documents")
     if first.unit == "document":
         hashes = SmallestHashes()
         for document in same_kind:
@@ -116,13 +112,18 @@ def choose_holdout(documents: Callable[[], Iterable[Document]], tokenizer: Token
 
 def hold_out_all(documents: Iterable[Document]) -> Holdout:
     """Held out are all texts of ``documents``, which are a source of their own."""
+    first, same_kind = _of_one_unit(documents, "the held-out files have no documents")
+    counts = Counter(text_hash(text) for document in same_kind for text in units_of(document))
+    return Holdout(first.unit, frozenset(counts), counts.total(), counts.total())
+
+
+def _of_one_unit(documents: Iterable[Document], if_none: str) -> tuple[Document, Iterator[Document]]:
+    """The first, and all of them, which must be held out by the same rule."""
     iterator = iter(documents)
     first = next(iterator, None)
     if first is None:
-        raise UserError("the held-out files have no documents")
-    same_kind = (_of_unit(document, first) for document in itertools.chain([first], iterator))
-    counts = Counter(text_hash(text) for document in same_kind for text in units_of(document))
-    return Holdout(first.unit, frozenset(counts), counts.total(), counts.total())
+        raise UserError(if_none)
+    return first, (_of_unit(document, first) for document in itertools.chain([first], iterator))
 
 
 def _of_unit(document: Document, first: Document) -> Document:

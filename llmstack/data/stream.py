@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from llmstack.data.holdout import text_hash
 from llmstack.data.order import SampleOrder, random64
+from llmstack.data.prepare import MAX_BAD_SHARE
 from llmstack.data.sources import BadRow, Document, Piece, read_rows
 from llmstack.errors import UserError
 
@@ -38,7 +39,6 @@ WINDOW = 1024
 _ENCODE_DOCUMENTS = 256
 _FEW_ROWS = 1000
 _NAMED = 100
-MAX_BAD_SHARE = 0.01
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,13 @@ ADAMW = [Job(norm="rmsnorm", optimizer="adamw", accumulate=4), Job(norm="bhyt", 
 
 SMALL_GRADIENTS = {"by_layer": 0.01, "dyt": 0.05}
 """Norms at which clipping must begin to have an effect where embedding and head are not tied."""
-EVERY_SGD = [Job(norm=norm, accumulate=4, tied=False, clip=SMALL_GRADIENTS.get(norm, 0.1)) for norm in sorted(METHODS)]
+EVERY_SGD = [
+    # So short steps have to be more to move the weights.
+    Job(
+        norm=norm, accumulate=4, tied=False, clip=SMALL_GRADIENTS.get(norm, 0.1), steps=40 if norm == "by_layer" else 20
+    )
+    for norm in sorted(METHODS)
+]
 EVERY_ADAMW = [Job(norm=norm, optimizer="adamw") for norm in sorted(METHODS)]
 
 BF16 = Job(strategy="zero2", norm="bhyt", precision="bf16-mixed", optimizer="adamw", steps=100)
@@ -129,7 +135,7 @@ def check_first_step_and_weights(job: Job, seen: list[Seen], reference: Seen) ->
     assert min(first.norms) > 1.2 * job.clip, "clipping was meant to bite"
     assert worst(first.final, reference.final) < (1e-5, "")
     assert worst(first.final, reference.final, of_scalars=True) < (1e-5, "")
-    assert worst(first.final, first.initial)[0] > 0.05, "the weights were meant to move"
+    assert worst(first.final, first.initial)[0] > 0.1, "the weights were meant to move"
     assert all(equal(one.final, first.final) for one in seen[1:])
     torch.testing.assert_close(loss(seen), loss([reference]), rtol=1e-5, atol=0)
 
