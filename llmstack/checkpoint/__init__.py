@@ -15,6 +15,7 @@ from llmstack.checkpoint.huggingface import (
 from llmstack.checkpoint.importing import import_checkpoint
 from llmstack.checkpoint.metrics import MetricsFile, MetricsRow
 from llmstack.checkpoint.ranks import ALONE, Ranks
+from llmstack.checkpoint.remote import Mirror
 from llmstack.checkpoint.resolve import Source, load_model, resolve, tokenizer_folder
 from llmstack.checkpoint.run_folder import RunFolder
 
@@ -27,6 +28,7 @@ __all__ = [
     "DiagnosticsRow",
     "MetricsFile",
     "MetricsRow",
+    "Mirror",
     "Ranks",
     "RunFolder",
     "Source",

@@ -23,7 +23,7 @@ import shutil
 import stat
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -160,6 +160,23 @@ def write_checkpoint(
         shares = on_every_rank(ranks, folder, lambda: _write_share(partial, tensors, source, ranks))
         on_every_rank(ranks, folder, lambda: _finish(partial, folder, content, shares) if first else None)
     return folder
+
+
+def receive_checkpoint(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let ``fill`` put a checkpoint's files into a hidden folder, which is named ``folder`` once they verify.
+
+    Raises:
+        BrokenCheckpoint: they do not verify; nothing is left under the final name.
+        UserError: disk full, no permission.
+    """
+    with failing_in_one_line(folder), _hidden_folder(folder) as name:
+        partial = folder.parent / name
+        fill(partial)
+        for file in read_checkpoint(partial).files:
+            sync_file(partial / file.name)
+        sync_file(partial / MANIFEST)
+        sync_folder(partial)
+        _move_into_place(partial, folder)
 
 
 def read_checkpoint(folder: str | Path, verify: bool = True) -> Checkpoint:

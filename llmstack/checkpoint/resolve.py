@@ -13,10 +13,12 @@ from torch import nn
 from llmstack.checkpoint.format import MANIFEST, Checkpoint, checkpoint_step, read_checkpoint
 from llmstack.checkpoint.gpt2 import is_gpt2
 from llmstack.checkpoint.huggingface import INDEX_FILE, WEIGHTS_FILE, load_huggingface
+from llmstack.checkpoint.remote import local_checkpoint
 from llmstack.checkpoint.run_folder import CONFIG_FILE, RunFolder
 from llmstack.checkpoint.tensors import TensorFiles, require_tensors
 from llmstack.errors import UserError
 from llmstack.model import Llama, ModelConfig
+from llmstack.store import is_remote
 
 _PICKLED_FILES = {".ckpt", ".bin", ".pt", ".pth", ".pkl"}
 _DEEPSPEED_MARKS = ("*_model_states.pt", "zero_to_fp32.py", "latest")
@@ -60,14 +62,15 @@ class Source:
 def resolve(ckpt: str | Path) -> Source:
     """A run folder (its newest good checkpoint), one checkpoint, or a stock Hugging Face Llama folder.
 
-    Nothing is ever unpickled and no code from the folder is run.
+    A run or a checkpoint may also be given by its address (s3://…): it is copied into the cache. Nothing is ever
+    unpickled and no code from the folder is run.
 
     Raises:
         UserError: none of these, or broken.
         NeedsUnpickling: (one of them) a Lightning or DeepSpeed checkpoint.
         NeedsConversion: (one of them) a Hugging Face GPT-2 folder.
     """
-    path = Path(ckpt).expanduser()
+    path = local_checkpoint(str(ckpt)) if is_remote(ckpt) else Path(ckpt).expanduser()
     if not path.exists():
         raise UserError(f"no checkpoint {path}: there is no such file or folder")
     if path.is_file():

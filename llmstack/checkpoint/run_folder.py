@@ -39,6 +39,7 @@ from llmstack.errors import UserError
 Status = Literal["new", "resume", "finished"]
 
 CONFIG_FILE = "config.yaml"
+FINISHED_FILE = "run.json"
 
 _BEFORE_CONFIG = {LOCK_FILE, "logs", f".{CONFIG_FILE}.partial"}
 """What a folder may hold before a run has started in it: a start that was killed, Slurm's output files."""
@@ -210,7 +211,7 @@ class RunFolder:
 
     def finish(self, step: int) -> None:
         """Mark the run as finished after ``step`` optimiser steps."""
-        write_atomically(self.path / "run.json", json.dumps({"finished_step": step}) + "\n")
+        write_atomically(self.path / FINISHED_FILE, json.dumps({"finished_step": step}) + "\n")
         self.status = "finished"
 
     def _report_broken(self, folder: Path, then: str, error: UserError) -> None:
@@ -230,7 +231,7 @@ class RunFolder:
         return sorted(losses, key=lambda folder: losses[folder])
 
     def _find_status(self) -> Status:
-        if (self.path / "run.json").is_file():
+        if (self.path / FINISHED_FILE).is_file():
             return "finished"
         return "resume" if self.config_path.is_file() else "new"
 
@@ -248,24 +249,31 @@ class RunFolder:
             )
 
     def _refuse_other_config(self, config: dict[str, Any], free: Sequence[str]) -> None:
-        if not self.config_path.is_file():
-            return
-        differences = [
-            text
-            for key, text in _differences(self.config, config)
-            if not any(f"{key}.".startswith(f"{f}.") for f in free)
-        ]
-        if differences:
-            more = len(differences) - _SHOWN_DIFFERENCES
-            shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-            raise UserError(
-                f"{self.path} holds a run of another configuration: {shown}; choose another run.dir, or the same values"
-            )
+        if self.config_path.is_file():
+            refuse_other_config(self.path, "run.dir", self.config, config, free)
+
+
+def refuse_other_config(
+    where: str | Path, option: str, there: Mapping[str, Any], here: Mapping[str, Any], free: Sequence[str]
+) -> None:
+    """Raise a :class:`UserError` if the run that is ``there`` differs from ``here`` in more than ``free`` keys.
+
+    ``option`` is the one by which ``where`` was given.
+    """
+    differences = [
+        text for key, text in _differences(there, here) if not any(f"{key}.".startswith(f"{f}.") for f in free)
+    ]
+    if differences:
+        more = len(differences) - _SHOWN_DIFFERENCES
+        shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        raise UserError(
+            f"{where} holds a run of another configuration: {shown}; choose another {option}, or the same values"
+        )
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Each dotted key whose value differs, and a text with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in [*old, *(name for name in new if name not in old)]:
             inner = f"{key}.{name}" if key else str(name)
             yield from _differences(old.get(name, _MISSING), new.get(name, _MISSING), inner)

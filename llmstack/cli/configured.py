@@ -57,7 +57,7 @@ OWNED_BY_THE_RUN = {
 HOW_IT_RUNS = (
     *(f"trainer.{name}" for name in ("accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")),
     *("data.micro_batch_size", "data.num_workers", "model.compile", "model.activation_checkpointing"),
-    *("run.diagnose_every", "run.diagnose_attention"),
+    *("run.diagnose_every", "run.diagnose_attention", "run.mirror"),
 )
 """Options that a run may be continued with other values of: where and how it computes, not what."""
 

@@ -2,6 +2,7 @@
 
 from llmstack.data.baselines import Baselines, BaselineScore, score_baselines
 from llmstack.data.batches import EvaluationBatchSampler, KeyedSamples, StepBatchSampler, collate
+from llmstack.data.best_fit import BestFitBlocks
 from llmstack.data.holdout import Split
 from llmstack.data.order import SampleOrder
 from llmstack.data.packing import IGNORE_INDEX, PackedBlocks
@@ -15,6 +16,7 @@ __all__ = [
     "IGNORE_INDEX",
     "BaselineScore",
     "Baselines",
+    "BestFitBlocks",
     "Document",
     "EvaluationBatchSampler",
     "KeyedSamples",

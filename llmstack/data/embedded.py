@@ -1,9 +1,9 @@
 """The tokenizer of the embedded corpus, trained on the spot and kept in the cache."""
 
 from llmstack.checkpoint.files import failing_in_one_line
-from llmstack.data.prepare import cache_root
 from llmstack.data.prepared import growing_folder
 from llmstack.data.sources import EMBEDDED, describe_source, iterate_documents
+from llmstack.store import cache_root
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer, train_tokenizer
 
 

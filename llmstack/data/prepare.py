@@ -53,6 +53,7 @@ from llmstack.data.sources import EMBEDDED, BadRow, Document, Source, describe_s
 from llmstack.data.units import UNIT_BYTES, Unit, cut_units
 from llmstack.errors import UserError
 from llmstack.processes import end_with_parent
+from llmstack.store import cache_root
 
 if TYPE_CHECKING:
     from llmstack.tokenizer import BosEosPolicy, Tokenizer
@@ -67,11 +68,6 @@ Report = Callable[[str], None]
 
 def print_report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def cache_root() -> Path:
-    """``$LLMSTACK_CACHE``, or ``~/.cache/llmstack/data``."""
-    return Path(os.environ.get("LLMSTACK_CACHE") or "~/.cache/llmstack/data").expanduser()
 
 
 def prepare_source(

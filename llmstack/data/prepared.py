@@ -288,6 +288,12 @@ class PreparedSplit:
             out[at : at + high - low] = first_document + row
         return torch.from_numpy(out)
 
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of every document, int64 [documents]: reads all offsets, no token."""
+        shards = map(self._shard, range(len(self._records)))
+        lengths = [np.diff(batch.offsets).astype(np.int64) for shard in shards for batch in shard.batches]
+        return np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
+
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, _Batch, int, int, int]]:
         """(position in the range, batch, first and last token in the batch, the batch's first document)."""
         if not 0 <= start <= start + length <= self.num_tokens:

@@ -7,21 +7,12 @@ checked against its own checksums.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from llmstack.checkpoint.files import failing_in_one_line
-from llmstack.data.prepare import cache_root
 from llmstack.data.prepared import INDEX, PreparedData, growing_folder
 from llmstack.errors import UserError
-
-
-def is_remote(path: str | Path) -> bool:
-    """Whether ``path`` is an address and not a place on this machine's disks."""
-    return "://" in str(path)
+from llmstack.store import bring, cache_root, is_remote, put, reaching
 
 
 def local_folder(path: str | Path) -> Path:
@@ -33,7 +24,7 @@ def local_folder(path: str | Path) -> Path:
     if not is_remote(path):
         return Path(path)
     url = str(path)
-    with _reaching(url) as (store, root):
+    with reaching(url) as (store, root):
         if not store.exists(f"{root}/{INDEX}"):
             raise UserError(f"{url}: no prepared data there ({INDEX} is missing)")
         try:
@@ -47,8 +38,7 @@ def local_folder(path: str | Path) -> Path:
                     for name in sorted(found.removeprefix(f"{root}/") for found in store.find(root)):
                         target = growing / name
                         if not target.is_file() or target.stat().st_size != store.size(f"{root}/{name}"):
-                            target.parent.mkdir(parents=True, exist_ok=True)
-                            store.get_file(f"{root}/{name}", str(target))
+                            bring(store, f"{root}/{name}", target)
                     PreparedData(growing).verify()
     return folder
 
@@ -59,7 +49,7 @@ def send(folder: Path, url: str) -> None:
     Raises:
         UserError: the store cannot be reached, or holds other data there.
     """
-    with _reaching(url) as (store, root):
+    with reaching(url) as (store, root):
         if store.exists(f"{root}/{INDEX}"):
             there = json.loads(store.cat_file(f"{root}/{INDEX}"))["identity"]
             if there != PreparedData(folder).identity:
@@ -69,21 +59,4 @@ def send(folder: Path, url: str) -> None:
         for path in [*files, folder / INDEX]:
             name = f"{root}/{path.relative_to(folder)}"
             if path.name == INDEX or not store.exists(name) or store.size(name) != path.stat().st_size:
-                store.makedirs(name.rsplit("/", 1)[0], exist_ok=True)
-                store.put_file(str(path), name)
-
-
-@contextmanager
-def _reaching(url: str) -> Iterator[tuple[Any, str]]:
-    """The file system of an address, and the path in it."""
-    import fsspec
-
-    if not re.fullmatch(r"[\w+.-]+://.*[^/].*", url):
-        raise UserError(f"{url}: an address without a place; give one as s3://bucket/name")
-    try:
-        store, root = fsspec.core.url_to_fs(url)
-        yield store, root.rstrip("/")
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"{url}: cannot be reached ({str(error).splitlines()[0] if str(error) else error!r})"
-        ) from error
+                put(store, path, name)

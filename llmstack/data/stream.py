@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -208,8 +208,7 @@ class StreamLoader:
     """What a rank trains on: micro-batches with their place in the run, and where the lanes stood after each.
 
     Args:
-        batches: of this rank.
-        workers: processes that read; 0: this one, as the only lane.
+        loader: of this rank's :class:`StreamMicroBatches`; each of its workers is a lane, or this process the only one.
         accumulate: micro-batches of a step.
         start_step: optimiser steps tried before.
         start_sample: samples of all ranks that those took.
@@ -218,18 +217,17 @@ class StreamLoader:
 
     def __init__(
         self,
-        batches: StreamMicroBatches,
-        workers: int,
+        loader: DataLoader[dict[str, Any]],
         accumulate: int,
         start_step: int,
         start_sample: int,
         report: Any,
     ) -> None:
-        self.batches, self.accumulate = batches, accumulate
+        self.batches, self.accumulate = cast(StreamMicroBatches, loader.dataset), accumulate
         self.start_step, self.start_sample = start_step, start_sample
         self.report = report
-        self._loader = DataLoader(batches, batch_size=None, num_workers=workers)
-        self._places = list(batches.places)
+        self._loader = loader
+        self._places = list(self.batches.places)
         # The trainer fetches ahead: places are remembered until the batches before them are trained on.
         self._ahead: deque[tuple[int, int, Place]] = deque()
         self._skipped = self._rows = 0

@@ -1,14 +1,23 @@
 """Causal self-attention with grouped key-value heads, and the masks it takes."""
 
 import math
+from collections.abc import Callable
+from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from llmstack.model.config import ModelConfig
 from llmstack.model.kv_cache import LayerCache
 from llmstack.model.rope import Rotation, rotate
+
+Mask = Tensor | BlockMask
+"""Who may look at whom: [batch, 1, seq, keys], true where a query may look, or the same by tiles of 128 x 128."""
+
+Attend = Callable[..., Tensor]
 
 
 class Attention(nn.Module):
@@ -29,13 +38,13 @@ class Attention(nn.Module):
         self,
         x: Tensor | tuple[Tensor, Tensor],
         rotation: Rotation | None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cache: LayerCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """``x`` [batch, seq, hidden], or a pair of them for queries and keys, and for values -> the same shape.
 
-        ``mask`` [batch, 1, seq, keys], true where a query may look; none: causal. With a ``cache``, keys and values
+        Without a ``mask``: causal. With a ``cache``, keys and values
         are written at ``positions`` [batch, seq] and the mask covers the cache's whole length.
         """
         for_scores, for_values = x if isinstance(x, tuple) else (x, x)
@@ -52,9 +61,12 @@ class Attention(nn.Module):
         out = self._attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         """Attention of q [batch, heads, seq, dim] over k, v [batch, kv_heads, keys, dim]."""
         groups = self.num_heads // self.kv_heads
+        if isinstance(mask, BlockMask):
+            attend = cast(Attend, flex_attention) if torch.compiler.is_compiling() else _compiled_flex_attention()
+            return attend(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=groups > 1)
         if groups > 1 and q.shape[2] == 1 and mask is not None:
             # One query per row: the query heads that share a key-value head become its queries, nothing is copied.
             grouped = q.view(q.shape[0], self.kv_heads, groups, self.head_dim)
@@ -66,12 +78,36 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
 
 
-def attention_mask(padding_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Causal mask [batch, 1, seq, seq] that also hides padding and other documents; none if neither is given.
+@cache
+def _compiled_flex_attention() -> Attend:
+    """Uncompiled it would hold the matrix of all scores."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attention_mask(padding_mask: Tensor | None, document_ids: Tensor | None) -> Mask | None:
+    """Causal mask that also hides padding and other documents; none if neither is given.
 
     ``padding_mask`` [batch, seq] is true (or 1) at real tokens; ``document_ids`` [batch, seq] are integers. A query
-    always sees itself, so that no row of the mask is empty (an empty softmax is NaN).
+    always sees itself, so that no row of the mask is empty (an empty softmax is NaN). On a GPU documents alone are
+    masked by tiles: what lies between documents is never computed.
     """
+    if document_ids is not None and padding_mask is None and document_ids.is_cuda:
+        return document_tiles(document_ids)
+    return dense_mask(padding_mask, document_ids)
+
+
+def document_tiles(document_ids: Tensor) -> BlockMask:
+    """Causal within each document of ``document_ids`` [batch, seq], for FlexAttention (arXiv 2412.05496)."""
+    batch, length = document_ids.shape
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document_ids[row, query] == document_ids[row, key])
+
+    return create_block_mask(visible, batch, None, length, length, device=document_ids.device)
+
+
+def dense_mask(padding_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """:func:`attention_mask`, pair by pair: [batch, 1, seq, seq]."""
     given = padding_mask if padding_mask is not None else document_ids
     if given is None:
         return None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmstack.errors import UserError
-from llmstack.model.attention import Attention, attention_mask, document_positions
+from llmstack.model.attention import Attention, Mask, attention_mask, document_positions
 from llmstack.model.config import ModelConfig
 from llmstack.model.float32 import Float32Buffers
 from llmstack.model.head import LMHead
@@ -88,7 +88,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation | None = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cache: LayerCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
@@ -101,7 +101,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        mask: Tensor | None,
+        mask: Mask | None,
         cache: LayerCache | None,
         positions: Tensor | None,
     ) -> Tensor:
@@ -126,7 +126,7 @@ class PostNormBlock(Block):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        mask: Tensor | None,
+        mask: Mask | None,
         cache: LayerCache | None,
         positions: Tensor | None,
     ) -> Tensor:

@@ -22,6 +22,7 @@ _KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.higher_order.flex_attention,
     )
 )
 """Operations that cost more to repeat than their output costs to keep."""

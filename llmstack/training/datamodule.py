@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +14,14 @@ from torch.utils.data import DataLoader
 
 from llmstack.data import (
     EMBEDDED,
+    BestFitBlocks,
     EvaluationBatchSampler,
     KeyedSamples,
     PackedBlocks,
     PreparedData,
     SampleOrder,
     Source,
+    Split,
     StepBatchSampler,
     TaskDataset,
     collate,
@@ -37,6 +40,10 @@ from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
 
 TASK_SAMPLES = {"train": 1_000_000, "heldout": 500}
 """Samples of the generated tasks; a sample costs nothing until it is asked for."""
+
+
+PREFETCHED = 4
+"""Micro-batches that a worker has ready: enough for a validation or a save to end before the device waits."""
 
 
 class LanguageData(L.LightningDataModule):
@@ -58,8 +65,10 @@ class LanguageData(L.LightningDataModule):
         block_size: tokens per sample (the generated tasks have their own).
         micro_batch_size: samples per device and forward pass.
         document_masks: attention stays within documents and positions restart at each.
-        num_workers: processes of each rank that read data; 0: the training process itself, which is enough for tokens
-            on disk. A stream goes on with as many ranks and workers as it had.
+        packing: `concatenate` (blocks are cut from the stream of all documents) or `best_fit` (documents whole, as many
+            as fit a block, the rest filled up: for sets of short documents; needs `document_masks`).
+        num_workers: processes of each rank that read data; 0: the training process itself; null: by the machine, with a
+            line that says why. A stream goes on with as many ranks and workers as it had.
         seed: seed of the order of samples.
     """
 
@@ -76,14 +85,15 @@ class LanguageData(L.LightningDataModule):
         block_size: int = 256,
         micro_batch_size: int = 4,
         document_masks: bool = False,
-        num_workers: int = 0,
+        packing: Literal["concatenate", "best_fit"] = "concatenate",
+        num_workers: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         for name, value in (("block_size", block_size), ("micro_batch_size", micro_batch_size)):
             if value < 1:
                 raise UserError(f"data.{name} is {value}; it must be at least 1")
-        if num_workers < 0:
+        if num_workers is not None and num_workers < 0:
             raise UserError(f"data.num_workers is {num_workers}; it must be 0 or more")
         reads_files = source in ("text", "stream")
         if reads_files and not files:
@@ -104,12 +114,21 @@ class LanguageData(L.LightningDataModule):
                 f"data.source is {source}, data.folder {folder or 'not set'} and data.mixture {mixture or 'not set'}: "
                 "prepared data, and no other, have either of the two"
             )
+        if packing == "best_fit":
+            if source not in ("embedded", "text", "prepared") or mixture:
+                raise UserError("data.packing best_fit is for one set of tokens on disk: no stream, task or mixture")
+            if not document_masks:
+                raise UserError(
+                    "data.packing best_fit puts documents together by their lengths alone, so that none may look at "
+                    "another: set data.document_masks to true"
+                )
         self.source, self.files, self.heldout_files = source, files, heldout_files
         self.weights = mixture if folder is None else {folder: 1.0}
         """Prepared folders with their weights; None: another source."""
         self.tokenizer_path, self.text_field = tokenizer, text_field
         self.embedded_vocab_size, self.block_size = embedded_vocab_size, block_size
-        self.micro_batch_size, self.document_masks, self.num_workers = micro_batch_size, document_masks, num_workers
+        self.micro_batch_size, self.document_masks, self.packing = micro_batch_size, document_masks, packing
+        self.num_workers = num_workers
         self.seed = seed
         self.first_step = 0
         """Optimiser steps tried before this start of the run."""
@@ -148,9 +167,8 @@ class LanguageData(L.LightningDataModule):
         self.vocab_size = self.tokenizer.vocab_size
         weights = list(self.weights.values()) if self.weights is not None else [1.0]
         whole_shares(weights)
-        size, masks = self.block_size, self.document_masks
-        train = [PackedBlocks(one, "train", size, document_ids=masks) for one in self.prepared]
-        heldout = [PackedBlocks(one, "heldout", size, keep_last=True, document_ids=masks) for one in self.prepared]
+        train = [self._blocks(one, "train") for one in self.prepared]
+        heldout = [self._blocks(one, "heldout") for one in self.prepared]
         if len(self.prepared) == 1:
             (self._train,), (self._heldout,) = train, heldout
             self._order = SampleOrder(len(self._train), self.seed)
@@ -160,7 +178,15 @@ class LanguageData(L.LightningDataModule):
             self._order = MixtureOrder([len(blocks) for blocks in train], weights, self.seed)
             parts = [[one.identity, share] for one, share in zip(self.prepared, self._order.shares, strict=True)]
             identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        self.fingerprint = f"{identity[:32]}-{size}"
+        self.fingerprint = f"{identity[:32]}-{self.block_size}"
+        if self.packing != "concatenate":
+            self.fingerprint += f"-{self.packing}"
+
+    def _blocks(self, prepared: PreparedData, split: Split) -> PackedBlocks | BestFitBlocks:
+        """The samples of a split; for evaluation all of its tokens."""
+        if self.packing == "best_fit":
+            return BestFitBlocks(prepared, split, self.block_size)
+        return PackedBlocks(prepared, split, self.block_size, split == "heldout", self.document_masks)
 
     def _prepared(self) -> tuple[list[PreparedData], Tokenizer, BosEosPolicy]:
         """The tokens, and what they were made with."""
@@ -194,9 +220,7 @@ class LanguageData(L.LightningDataModule):
             self.document_masks,
             self.seed,
         )
-        self._heldout = PackedBlocks(
-            self.prepared[0], "heldout", self.block_size, keep_last=True, document_ids=self.document_masks
-        )
+        self._heldout = self._blocks(self.prepared[0], "heldout")
         described = [describe_source(_found(self.files)), self.prepared[0].identity, self.text_field]
         self.fingerprint = f"{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]}-{self.block_size}"
 
@@ -210,6 +234,16 @@ class LanguageData(L.LightningDataModule):
         if num_samples is None:
             return f"mixture, shares of the tokens: {', '.join(parts)}"
         return f"mixture, shares of the {num_samples * self.block_size:,} tokens so far: {', '.join(parts)}"
+
+    def describe_packing(self) -> str | None:
+        """What best-fit packing has made of the documents; None: there is none."""
+        blocks = self._train
+        if not isinstance(blocks, BestFitBlocks):
+            return None
+        return (
+            f"best-fit packing: {blocks.num_documents:,} documents in {len(blocks):,} blocks of {blocks.block_size:,}, "
+            f"{100 * blocks.waste:.2f} % filling; {blocks.num_cut:,} documents were longer than a block and are cut"
+        )
 
     def samples_seen(self, steps: int) -> int:
         """Samples of the run that ``steps`` steps, made or skipped, have taken."""
@@ -229,7 +263,7 @@ class LanguageData(L.LightningDataModule):
         }
         if self.source == "stream":
             state["lanes"] = (
-                f"{trainer.world_size} ranks x {max(self.num_workers, 1)} workers x {self.micro_batch_size}"
+                f"{trainer.world_size} ranks x {max(self.workers(trainer)[0], 1)} workers x {self.micro_batch_size}"
             )
         return state
 
@@ -256,14 +290,14 @@ class LanguageData(L.LightningDataModule):
         return self._loader(self._train, sampler)
 
     def _stream_loader(self, trainer: L.Trainer) -> StreamLoader:
+        workers, _ = self.workers(trainer)
         made = self.first_sample // (self.micro_batch_size * trainer.world_size)
-        places = [Place(**place) for place in self.stream_places] or [Place()] * max(self.num_workers, 1)
+        places = [Place(**place) for place in self.stream_places] or [Place()] * max(workers, 1)
         batches = StreamMicroBatches(
             self._train, self.micro_batch_size, trainer.world_size, trainer.global_rank, places, made
         )
         self._stream = StreamLoader(
-            batches,
-            self.num_workers,
+            DataLoader(batches, batch_size=None, **self._loading(trainer)),
             trainer.accumulate_grad_batches,
             self.first_step,
             self.first_sample,
@@ -281,13 +315,38 @@ class LanguageData(L.LightningDataModule):
         return self._loader(self._heldout, sampler)
 
     def _loader(self, samples: Any, sampler: Any) -> DataLoader[dict[str, Any]]:
+        assert self.trainer is not None
+        options = self._loading(self.trainer)
         return DataLoader(
             KeyedSamples(samples),
             batch_sampler=sampler,
             collate_fn=collate,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            persistent_workers=options["num_workers"] > 0,
+            **options,
         )
+
+    def _loading(self, trainer: L.Trainer) -> dict[str, Any]:
+        workers, _ = self.workers(trainer)
+        ahead = PREFETCHED if workers else None
+        return {"num_workers": workers, "prefetch_factor": ahead, "pin_memory": _on_gpu(trainer)}
+
+    def workers(self, trainer: L.Trainer) -> tuple[int, str]:
+        """Processes of each rank that read data, and why."""
+        if self.num_workers is not None:
+            return self.num_workers, "data.num_workers"
+        if not _on_gpu(trainer):
+            return 0, "the model computes on these cores, too"
+        cores = len(os.sched_getaffinity(0)) // max(trainer.num_devices, 1)
+        wanted = 4 if self.source == "stream" else 2
+        what = "tokenise" if self.source == "stream" else "read tokens ahead of a GPU"
+        return max(min(wanted, cores - 1), 1), f"{wanted} {what}; this node has {cores} cores a rank"
+
+    def describe_loading(self, trainer: L.Trainer) -> str:
+        """How batches come to the device."""
+        workers, reason = self.workers(trainer)
+        ahead = f", {PREFETCHED} micro-batches each ahead" if workers else ""
+        pinned = "pinned memory" if _on_gpu(trainer) else "ordinary memory"
+        return f"data loading: {workers} workers a rank ({reason}){ahead}, in {pinned}"
 
     def save_tokenizer(self, folder: Path) -> Path | None:
         """Write tokenizer and BOS/EOS policy to ``folder``; none where the data has no text."""
@@ -296,6 +355,10 @@ class LanguageData(L.LightningDataModule):
         assert self.policy is not None
         self.tokenizer.save(folder, self.policy)
         return folder
+
+
+def _on_gpu(trainer: L.Trainer) -> bool:
+    return trainer.strategy.root_device.type == "cuda"
 
 
 def _found(files: str | list[str] | None) -> list[str | Path]:

@@ -70,8 +70,11 @@ def diagnose(
         stack.enter_context(looking(model, look.watched()))
         # Before the hook with which a strategy takes the weights away again.
         stack.callback(model.lm_head.register_forward_hook(look.at_head, prepend=True).remove)
+        documents = rows.get("document_ids")
+        # No token is padding; but with such a mask attention is called in the one form that entropies are taken of.
+        nothing_hidden = None if documents is None else torch.ones_like(documents)
         with entropies if attention else nullcontext():
-            hidden = model.hidden_states(rows["input_ids"], document_ids=rows.get("document_ids"))
+            hidden = model.hidden_states(rows["input_ids"], document_ids=documents, padding_mask=nothing_hidden)
         model.lm_head(hidden.flatten(0, 1)[look.chosen])
     for layer, entropy in enumerate(entropies.found):
         look.found[Quantity(layer, "", "attention_entropy")] = entropy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmstack.errors import UserError
+from llmstack.store import is_remote
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,8 @@ class RunConfig:
 
     dir: str | None = None
     """Run folder; null: runs/<names of the configuration files>."""
+    mirror: str | None = None
+    """Address (s3://bucket/name) to which each checkpoint is copied, and from which a lost folder is made again."""
     checkpoint_every: int | None = 25
     """Steps between two checkpoints; null: not by steps."""
     checkpoint_every_minutes: float | None = None
@@ -47,6 +50,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"run.{name} is {value}; it must be above 0{', or null' if name in rates else ''}")
+        if self.mirror is not None and not is_remote(self.mirror):
+            raise UserError(f"run.mirror is {self.mirror}; it must be an address, as s3://bucket/name or file:///path")
         if self.keep_checkpoints < 2:
             raise UserError(f"run.keep_checkpoints is {self.keep_checkpoints}; it must be at least 2")
         if self.profile_steps is not None:

@@ -11,6 +11,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from llmstack.checkpoint import (
+    Mirror,
     RunFolder,
     checkpoint_bytes,
     load_model,
@@ -65,10 +66,18 @@ def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None
         trainer.strategy.decide(trainer, data.micro_batch_size)
 
 
-def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: RunFolder, config: RunConfig) -> None:
+def train(
+    trainer: L.Trainer,
+    module: LanguageModel,
+    data: LanguageData,
+    run: RunFolder,
+    config: RunConfig,
+    mirror: Mirror | None = None,
+) -> None:
     """Train in ``run`` from its newest good checkpoint, or from the start, to the end, and validate there.
 
-    Every rank calls it; the first one, which alone has the run locked, decides where to go on and writes.
+    Every rank calls it; the first one, which alone has the run locked and the mirror, decides where to go on and
+    writes.
 
     Raises:
         Stopped: a signal asked for it, or too many steps were skipped in a row; the run is saved.
@@ -89,8 +98,9 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
             log.say(f"resuming {run.path} from step {resumed_step} of {trainer.max_steps}")
         if isinstance(trainer.strategy, Ddp | Zero):
             log.say(_summary(trainer, data))
-        if mixture := data.describe_mixture():
-            log.say(mixture)
+        for line in (data.describe_loading(trainer), data.describe_mixture(), data.describe_packing()):
+            if line is not None:
+                log.say(line)
     profiled = config.steps_to_profile()
     profiling = Profiling(run.path, profiled, memory=True) if config.profile_steps else None
     skipped = SkippedSteps(ranks, config, log)
@@ -103,7 +113,7 @@ def train(trainer: L.Trainer, module: LanguageModel, data: LanguageData, run: Ru
     callbacks += [Diagnostics(run.diagnostics, ranks, config, metrics), Validation(config)]
     callbacks += [profiling] if profiling is not None else []
     callbacks += [ProgressDisplay(metrics)] if trainer.is_global_zero else []
-    callbacks += [stop, SameWeights(ranks, config), Checkpointing(run, config, ranks, metrics, skipped, log)]
+    callbacks += [stop, SameWeights(ranks, config), Checkpointing(run, config, ranks, metrics, skipped, log, mirror)]
     tensorboard = TensorBoardLogger(run.path, name="tensorboard", version="", purge_step=resumed_step + 1)
     trainer.loggers = [*trainer.loggers, tensorboard]
     # Validation is our own callback's business.

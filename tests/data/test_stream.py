@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from llmstack.data import stream
 from llmstack.data.holdout import text_hash
@@ -117,7 +118,8 @@ def loader(
 ) -> StreamLoader:
     count = max(workers, 1)
     batches = StreamMicroBatches(source, 2, ranks, rank, places or [Place()] * count, steps * 2)
-    return StreamLoader(batches, workers, 2, steps, steps * 2 * ranks * 2, print)
+    loader = DataLoader(batches, batch_size=None, num_workers=workers)
+    return StreamLoader(loader, 2, steps, steps * 2 * ranks * 2, print)
 
 
 def take(loading: StreamLoader, steps: int, ahead: int = 0) -> list[dict[str, Any]]:

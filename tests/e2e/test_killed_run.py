@@ -1,6 +1,7 @@
 """A run that is killed without warning ends like the one that was not."""
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,3 +156,25 @@ def test_everything_works_on_a_finished_run(llmstack: Command, tmp_path: Path, k
     inspected = llmstack("inspect", str(run))
     assert inspected.returncode == 0, inspected.stderr
     assert "bhyt" in inspected.stdout.lower()
+
+
+def test_a_lost_run_folder_comes_back_from_its_mirror(llmstack: Command, tmp_path: Path) -> None:
+    """Killed, its disk gone: the same command goes on from the store, and ends like the run that was not killed."""
+    steps, url = 60, f"file://{tmp_path}/store/run"
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    assert llmstack(*arguments(whole, steps)).returncode == 0
+    mirrored = [*arguments(lost, steps), "--run.mirror", url]
+    kill_at(40, lost, mirrored)
+    shutil.rmtree(lost)
+    finished = llmstack(*mirrored)
+    assert finished.returncode == 0, finished.stderr
+    assert "from step 25 of 60" in finished.stderr
+    columns = ("step", "tokens_seen", "loss", "learning_rate", "grad_norm", "val_loss")
+    table = [[[row[name] for name in columns] for row in rows_of(run)] for run in (whole, lost)]
+    assert table[0] == table[1]
+    shutil.rmtree(lost)
+    again = llmstack(*mirrored)
+    assert (again.returncode, lost.exists()) == (0, False)
+    assert "has the finished run: nothing to do" in again.stderr
+    generated = llmstack("generate", url, "--prompt", "The", "--max-new-tokens", "4")
+    assert generated.returncode == 0, generated.stderr

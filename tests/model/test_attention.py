@@ -1,14 +1,16 @@
 """Attention: who sees whom, grouped heads, and the cache."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from llmstack.model import KVCache, Llama, ModelConfig, cache_bytes
-from llmstack.model.attention import Attention, attention_mask, document_positions
+from llmstack.model.attention import Attention, attention_mask, dense_mask, document_positions, document_tiles
 from llmstack.model.norms import METHODS
 from llmstack.model.rope import RotaryEmbedding, rotate
 
@@ -52,8 +54,27 @@ def test_causal(small: Build, norm: str, positions: str) -> None:
     assert (model(earlier)[:, -1] - before[:, -1]).abs().max() > 1e-3
 
 
+def tiles_or_none(padding_mask: Tensor | None, document_ids: Tensor | None) -> Any:
+    return None if document_ids is None else document_tiles(document_ids)
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are masked as on a GPU, by a kernel that the CPU has for inference."""
+    monkeypatch.setattr("llmstack.model.llama.attention_mask", tiles_or_none)
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_documents_do_not_see_each_other(small: Build, positions: str) -> None:
+    check_documents_do_not_see_each_other(small, positions)
+
+
+@pytest.mark.usefixtures("tiled")
+def test_documents_do_not_see_each_other_by_tiles(small: Build) -> None:
+    check_documents_do_not_see_each_other(small, "rope")
+
+
+def check_documents_do_not_see_each_other(small: Build, positions: str) -> None:
     model = sharp(small(positions=positions))
     ids, documents = torch.randint(67, (2, 12)), torch.tensor([[0] * 5 + [1] * 7, [4] * 3 + [2] * 9])
     packed = model(ids, document_ids=documents)
@@ -64,6 +85,52 @@ def test_documents_do_not_see_each_other(small: Build, positions: str) -> None:
     changed[0, :5] = (changed[0, :5] + 1) % 67
     assert torch.equal(model(changed, document_ids=documents)[0, 5:], packed[0, 5:])
     assert (model(ids)[0, 5:] - packed[0, 5:]).abs().max() > 1e-2  # without the mask they do
+
+
+def random_documents(batch: int, length: int, seed: int) -> Tensor:
+    """About one in forty tokens starts a document; ids begin anywhere, and the last tokens are filling."""
+    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 1 / 40
+    ids = starts.long().cumsum(1) + torch.arange(batch)[:, None] * 1000
+    ids[:, -7:] = -1
+    return ids
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_tiles_attend_as_the_dense_mask(small: Build, kv_heads: int) -> None:
+    """At a length that no tile divides; compiled once for all masks."""
+    module = attention(small(num_kv_heads=kv_heads))
+    q, k, v = torch.randn(2, 4, 300, 8), torch.randn(2, kv_heads, 300, 8), torch.randn(2, kv_heads, 300, 8)
+    compiled = torch.compile(module._attend, fullgraph=True, dynamic=False)
+    for seed in range(3):
+        ids = random_documents(2, 300, seed)
+        expected = module._attend(q, k, v, dense_mask(None, ids))
+        assert_close(module._attend(q, k, v, document_tiles(ids)), expected)
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            assert_close(compiled(q, k, v, document_tiles(ids)), expected)
+
+
+def test_tiles_between_documents_are_left_out() -> None:
+    """Four documents of two tiles: 3 of 4 tiles in each, none elsewhere; causal attention alone would visit 36."""
+    tiles = document_tiles(torch.arange(4).repeat_interleave(256)[None])
+    assert tiles.full_kv_num_blocks is not None
+    # In the diagonal tiles some pairs are hidden; the one below the diagonal is whole.
+    assert (int(tiles.kv_num_blocks.sum()), int(tiles.full_kv_num_blocks.sum())) == (8, 4)
+
+
+@pytest.mark.gpu
+def test_tiles_give_the_gradients_of_the_dense_mask(small: Build) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("the kernel has a backward pass on a GPU alone, and there is none")
+    config = small(hidden_size=128, num_heads=4, num_kv_heads=2)
+    module, ids = attention(config).cuda(), random_documents(2, 300, 0).cuda()
+    found = []
+    with torch.enable_grad():
+        for mask in (attention_mask(None, ids), dense_mask(None, ids)):
+            x = torch.randn(2, 300, 128, generator=torch.Generator().manual_seed(1)).cuda().requires_grad_()
+            module(x, None, mask).pow(2).sum().backward()
+            found.append(x.grad)
+    assert isinstance(attention_mask(None, ids), BlockMask)
+    assert_close(found[0], found[1], 1e-3)
 
 
 def test_positions_restart_at_documents() -> None:

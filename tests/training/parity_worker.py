@@ -234,6 +234,7 @@ class Data(LanguageData):
         if self.job.valid_tokens is not None:
             self._train = CountedBlocks(2 * self.job.micro_batch_size * self.job.accumulate, self.job.valid_tokens)
             self.vocab_size, self.block_size = self._train.vocab_size, self._train.block_size
+            self._order = InOrder(len(self._train), 0)
 
     def train_dataloader(self) -> Any:
         """In the order of the job."""
@@ -241,8 +242,6 @@ class Data(LanguageData):
         sampler = loader.batch_sampler
         if self.job.order:
             sampler.order = Reordered(sampler.order, sampler.global_batch_size, self.job.order)
-        if self.job.valid_tokens is not None:
-            sampler.order = InOrder(sampler.order.num_samples, 0)
         return loader
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 
-from llmstack.checkpoint import BackgroundWriter, Checkpoint, RunFolder, write_checkpoint
+from llmstack.checkpoint import BackgroundWriter, Checkpoint, Mirror, RunFolder, write_checkpoint
 from llmstack.checkpoint.ranks import on_every_rank
 from llmstack.errors import Stopped, UserError
 from llmstack.training.callbacks.guards import SkippedSteps, set_counters
@@ -35,9 +35,16 @@ class Checkpointing(StepCallback):
     """
 
     def __init__(
-        self, run: RunFolder, config: RunConfig, ranks: Ranks, metrics: Metrics, skipped: SkippedSteps, events: EventLog
+        self,
+        run: RunFolder,
+        config: RunConfig,
+        ranks: Ranks,
+        metrics: Metrics,
+        skipped: SkippedSteps,
+        events: EventLog,
+        mirror: Mirror | None,
     ) -> None:
-        self.run, self.config, self.ranks, self.metrics = run, config, ranks, metrics
+        self.run, self.config, self.ranks, self.metrics, self.mirror = run, config, ranks, metrics, mirror
         self.skipped, self.events = skipped, events
         self._writer, self._writing_ranks = BackgroundWriter(), Ranks()
         self._saved_step, self._saved_at = 0, time.monotonic()
@@ -138,6 +145,7 @@ class Checkpointing(StepCallback):
                 ranks=self._writing_ranks,
             )
             on_every_rank(self._writing_ranks, self.run.path, prune)
+            self._send_to_mirror()
 
         def prune() -> None:
             if self._writing_ranks.is_first:
@@ -147,6 +155,14 @@ class Checkpointing(StepCallback):
             self._writer.submit(write)
         self._saved_step, self._saved_at = step, time.monotonic()
         self.metrics.restart_clock()
+
+    def _send_to_mirror(self) -> None:
+        """A store that is away for a while does not end the run: what it lacks is sent with the next checkpoint."""
+        if self.mirror is not None and self._writing_ranks.is_first:
+            try:
+                self.mirror.send(self.run)
+            except UserError as error:
+                self.events.say(f"not in the mirror yet, but in {self.run.path}: {error}")
 
 
 @contextmanager

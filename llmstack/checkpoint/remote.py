@@ -1,0 +1,153 @@
+"""Checkpoints in a store that fsspec reaches (s3://, gs://, …): a run's mirror, and checkpoints brought from there.
+
+A mirror has the names of the run folder: `<address>/config.yaml`, `<address>/checkpoints/step-00000025/…`. The manifest
+of a checkpoint is sent last and removed first, so that a folder with a manifest is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmstack.checkpoint.files import failing_in_one_line
+from llmstack.checkpoint.format import MANIFEST, BrokenCheckpoint, checkpoint_step, receive_checkpoint
+from llmstack.checkpoint.run_folder import CONFIG_FILE, FINISHED_FILE, RunFolder, refuse_other_config
+from llmstack.errors import UserError
+from llmstack.store import bring, cache_root, put, reaching
+
+CHECKPOINTS = "checkpoints"
+
+_SMALL_FILES = ("metrics.csv", "diagnostics.csv", "environment.json")
+"""What a run folder has beside configuration and checkpoints and could not make again."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Mirror:
+    """The copy of a run folder at an address.
+
+    Every method raises :class:`UserError` where the store cannot be reached.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run there has ended, and all of it is there."""
+        with reaching(self.url) as (store, root):
+            return bool(store.exists(f"{root}/{FINISHED_FILE}"))
+
+    def refuse_other_config(self, config: Mapping[str, Any], free: Sequence[str]) -> None:
+        """Raise a :class:`UserError` if there is a run that differs from ``config`` in more than ``free`` keys."""
+        there = self._config()
+        if there is not None:
+            # As it would be written and read.
+            refuse_other_config(self.url, "run.mirror", there, yaml.safe_load(yaml.safe_dump(dict(config))), free)
+
+    def _config(self) -> dict[str, Any] | None:
+        with reaching(self.url) as (store, root):
+            if not store.exists(f"{root}/{CONFIG_FILE}"):
+                return None
+            try:
+                config = yaml.safe_load(store.cat_file(f"{root}/{CONFIG_FILE}"))
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise UserError(f"{self.url}/{CONFIG_FILE} is not readable as YAML") from error
+            if not isinstance(config, dict):
+                raise UserError(f"{self.url}/{CONFIG_FILE} is no configuration")
+            return config
+
+    def restore(self, run: RunFolder) -> list[int]:
+        """Bring what the folder of an unfinished run lacks, if the mirror is ahead; the steps of what came.
+
+        A checkpoint that does not verify is left where it is, with a warning.
+        """
+        with reaching(self.url) as (store, root):
+            there = _whole_checkpoints(store, f"{root}/{CHECKPOINTS}")
+            here = {checkpoint_step(path) for path in run.checkpoints()}
+            if max(there, default=0) <= max((step for step in here if step is not None), default=0):
+                return []
+            came = []
+            for step in sorted(set(there) - here):
+                try:
+                    _receive(store, there[step], run.checkpoint_path(step))
+                    came.append(step)
+                except BrokenCheckpoint as error:
+                    _logger.warning("broken checkpoint in %s, left there: %s", self.url, error)
+            with failing_in_one_line(run.path):
+                for name in _SMALL_FILES:
+                    if store.exists(f"{root}/{name}"):
+                        bring(store, f"{root}/{name}", run.path / name)
+            return came
+
+    def send(self, run: RunFolder) -> None:
+        """Make the mirror hold what the folder holds, and no other checkpoints."""
+        with reaching(self.url) as (store, root):
+            here = {path.name: path for path in run.checkpoints() if (path / MANIFEST).is_file()}
+            for path in here.values():
+                target = f"{root}/{CHECKPOINTS}/{path.name}"
+                manifest = (path / MANIFEST).read_bytes()
+                if not store.exists(f"{target}/{MANIFEST}") or store.cat_file(f"{target}/{MANIFEST}") != manifest:
+                    _remove(store, target)
+                    files = (file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
+                    for file in [*sorted(files), path / MANIFEST]:
+                        put(store, file, f"{target}/{file.relative_to(path).as_posix()}")
+            for name in (CONFIG_FILE, *_SMALL_FILES, FINISHED_FILE):
+                if (run.path / name).is_file():
+                    put(store, run.path / name, f"{root}/{name}")
+            for target in _checkpoints(store, f"{root}/{CHECKPOINTS}").values():
+                if target.rsplit("/", 1)[1] not in here:
+                    _remove(store, target)
+
+
+def local_checkpoint(url: str) -> Path:
+    """The copy in the cache of the checkpoint at an address, or of the newest one of the run there.
+
+    Raises:
+        UserError: the store cannot be reached, has no checkpoint there, or what came is damaged.
+    """
+    with reaching(url) as (store, root):
+        source = root
+        if not store.exists(f"{root}/{MANIFEST}"):
+            there = _whole_checkpoints(store, f"{root}/{CHECKPOINTS}")
+            if not there:
+                raise UserError(f"{url}: neither a checkpoint there ({MANIFEST}) nor a run with one ({CHECKPOINTS}/)")
+            source = there[max(there)]
+        identity = hashlib.sha256(store.cat_file(f"{source}/{MANIFEST}")).hexdigest()
+        folder = cache_root() / f"checkpoint-{identity[:32]}" / source.rsplit("/", 1)[1]
+        if not folder.exists():
+            _receive(store, source, folder)
+    return folder
+
+
+def _checkpoints(store: Any, folder: str) -> dict[int, str]:
+    """Path in the store of each checkpoint, by step, those without a manifest among them."""
+    if not store.exists(folder):
+        return {}
+    found = {checkpoint_step(Path(path)): path.rstrip("/") for path in store.ls(folder, detail=False)}
+    return {step: path for step, path in found.items() if step is not None}
+
+
+def _whole_checkpoints(store: Any, folder: str) -> dict[int, str]:
+    found = _checkpoints(store, folder)
+    return {step: path for step, path in found.items() if store.exists(f"{path}/{MANIFEST}")}
+
+
+def _receive(store: Any, source: str, folder: Path) -> None:
+    def fill(hidden: Path) -> None:
+        for name in (path.removeprefix(f"{source}/") for path in store.find(source)):
+            bring(store, f"{source}/{name}", hidden / name)
+
+    receive_checkpoint(folder, fill)
+
+
+def _remove(store: Any, folder: str) -> None:
+    if store.exists(f"{folder}/{MANIFEST}"):
+        store.rm_file(f"{folder}/{MANIFEST}")
+    if store.exists(folder):
+        store.rm(folder, recursive=True)
