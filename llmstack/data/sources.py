@@ -1,9 +1,9 @@
 """Where text comes from: files on disk, or the corpus embedded in Python itself.
 
 Plain text (``.txt``: one document a file), JSON lines (``.jsonl`` or ``.json``: one object a line, blank
-lines ignored), each also compressed (``.gz``, ``.zst``), and Parquet. A row that cannot be read exactly is a
-:class:`BadRow` that names ``file:line`` (``file:row`` in Parquet); a file that cannot, a
-:class:`~llmstack.errors.UserError`. Nothing is skipped silently.
+lines ignored), each also compressed (``.gz``, ``.zst``), Parquet, and Arrow as ``datasets`` saves it. A row that
+cannot be read exactly is a :class:`BadRow` that names ``file:line`` (``file:row`` in Parquet and Arrow); a file
+that cannot, a :class:`~llmstack.errors.UserError`. Nothing is skipped silently.
 """
 
 import codecs
@@ -30,7 +30,10 @@ Source = str | Path | Sequence[str | Path]
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _PLAIN = (".txt", ".jsonl", ".json")
-SUFFIXES = (*_PLAIN, *(kind + packed for kind in _PLAIN for packed in _COMPRESSION), ".parquet")
+_SPLITS_FILE = "dataset_dict.json"  # of datasets.DatasetDict.save_to_disk
+_OF_DATASETS = ("state.json", "dataset_info.json")  # what Dataset.save_to_disk writes beside the rows
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # with which an Arrow stream ends
+SUFFIXES = (*_PLAIN, *(kind + packed for kind in _PLAIN for packed in _COMPRESSION), ".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,10 @@ def resolve_files(spec: Source) -> list[Path]:
             raise UserError("an empty name is no file, glob or folder")
         path = Path(os.path.abspath(os.path.expanduser(entry)))
         if path.is_dir():
+            _refuse_folder_of_splits(path)
             matches = [p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
             matches = [p for p in matches if not any(s.startswith(".") for s in p.relative_to(path).parts)]
+            matches = [p for p in matches if not (p.name in _OF_DATASETS and (p.parent / "state.json").is_file())]
         elif path.is_file():
             matches = [path]
         else:
@@ -95,6 +100,13 @@ def resolve_files(spec: Source) -> list[Path]:
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: unknown suffix; known are {_known()}")
     return sorted(unique.values())
+
+
+def _refuse_folder_of_splits(folder: Path) -> None:
+    """All splits of a set together would train on what is for testing."""
+    if (folder / _SPLITS_FILE).is_file():
+        splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
+        raise UserError(f"{folder} holds the splits {', '.join(splits)}: give the folder of one")
 
 
 def describe_source(source: Source) -> list[dict[str, Any]]:
@@ -160,6 +172,8 @@ def _read(piece: Piece, text_field: str) -> Iterator[Document | BadRow]:
         raise UserError(f"{path}: empty file")
     if path.suffix == ".parquet":
         return _read_parquet(piece, text_field)
+    if path.suffix == ".arrow":
+        return _read_arrow(path, text_field)
     kind = path.with_suffix("").suffix if path.suffix in _COMPRESSION else path.suffix
     return _read_text(path) if kind == ".txt" else _read_json_lines(piece, text_field)
 
@@ -270,13 +284,38 @@ def _read_parquet(piece: Piece, text_field: str) -> Iterator[Document | BadRow]:
         row = sum(metadata.row_group(i).num_rows for i in range(piece.start))
         try:
             for batch in file.iter_batches(1024, row_groups=list(groups), columns=[text_field]):
-                for value in batch.column(0):
-                    row += 1
-                    text = _text_of_value(value, text_field)
-                    where = f"{path}:{row}"
-                    yield BadRow(where, text.reason) if isinstance(text, _Bad) else Document(text, where, "document")
+                yield from _rows_of_column(batch.column(0), path, row, text_field)
+                row += len(batch)
         except pa.ArrowInvalid as error:
             raise UserError(f"{path}: not a readable Parquet file ({error}); is it complete?") from error
+
+
+def _read_arrow(path: Path, text_field: str) -> Iterator[Document | BadRow]:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - len(_END_OF_STREAM), 0))
+        if file.read() != _END_OF_STREAM:
+            raise UserError(f"{path}: not an Arrow stream with its end; is it complete?")
+    try:
+        rows = Dataset.from_file(str(path))
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: not a readable Arrow stream ({error})") from error
+    if text_field not in rows.column_names:
+        raise UserError(f"{path}: no column {text_field!r}; it has {', '.join(rows.column_names)}")
+    if len(rows) == 0:
+        raise UserError(f"{path}: empty file")
+    row = 0
+    for table in rows.with_format("arrow").iter(1024):
+        yield from _rows_of_column(table.column(text_field), path, row, text_field)
+        row += len(table)
+
+
+def _rows_of_column(column: Any, path: Path, before: int, text_field: str) -> Iterator[Document | BadRow]:
+    for number, value in enumerate(column, start=before + 1):
+        text, where = _text_of_value(value, text_field), f"{path}:{number}"
+        yield BadRow(where, text.reason) if isinstance(text, _Bad) else Document(text, where, "document")
 
 
 def _text_of_value(value: Any, text_field: str) -> str | _Bad:
@@ -300,4 +339,4 @@ def _checked(text: object, text_field: str) -> str | _Bad:
 
 
 def _known() -> str:
-    return ".txt, .jsonl, .json (each also .gz or .zst), .parquet"
+    return ".txt, .jsonl, .json (each also .gz or .zst), .parquet, .arrow"

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from datasets import Dataset, DatasetDict
 
 from llmstack.data import Document, iterate_documents, resolve_files
-from llmstack.data.sources import embedded_documents
+from llmstack.data.sources import BadRow, Piece, embedded_documents, read_rows
 from llmstack.errors import UserError
 
 # Characters that str.splitlines takes for line ends, CRLF, a null, an emoji outside the BMP.
@@ -108,12 +109,32 @@ def test_bad_parquet_row_is_named(tmp_path: Path) -> None:
         list(iterate_documents(path, "body"))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.parquet"])
+def test_what_datasets_saved_gives_its_texts(tmp_path: Path) -> None:
+    """Shard after shard; of a set with several splits one has to be chosen, as all would be trained on."""
+    texts = [*[text or "full" for text in TEXTS] * 800, None]
+    rows = Dataset.from_dict({"n": range(len(texts)), "text": texts})
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    read = [row for path in resolve_files(tmp_path / "one") for row in read_rows(Piece(path))]
+    assert [row.text for row in read if isinstance(row, Document)] == texts[:-1]
+    assert isinstance(read[-1], BadRow)
+    assert read[-1].where.endswith(f"data-00001-of-00002.arrow:{len(texts) // 2}")
+    with pytest.raises(UserError, match="no column 'body'; it has n, text"):
+        list(iterate_documents(tmp_path / "one", "body"))
+    DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "both")
+    with pytest.raises(UserError, match="holds the splits test, train: give the folder of one"):
+        resolve_files(tmp_path / "both")
+    assert len(resolve_files(tmp_path / "both" / "train")) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.parquet", "a.arrow"])
 def test_truncated_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     rows = [f"{i * 7919 % 10_007} text" for i in range(5000)]
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"text": rows}), path)
+    elif path.suffix == ".arrow":
+        Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / "set")
+        path.write_bytes(next((tmp_path / "set").glob("*.arrow")).read_bytes())
     else:
         path.write_bytes(PACK[path.suffix](json_lines(rows, True)))
     raw = path.read_bytes()
@@ -123,7 +144,7 @@ def test_truncated_file_is_an_error(tmp_path: Path, name: str) -> None:
             list(iterate_documents(path))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "a.txt.zst"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "a.txt.zst", "a.arrow"])
 def test_empty_file_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(UserError, match="empty file"):
