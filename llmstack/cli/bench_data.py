@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llmstack.cli.parsing import output_file
 from llmstack.errors import UserError
 
 
@@ -31,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, metavar="N", help="of tokenising, of which the median (default: %(default)s)"
     )
-    parser.add_argument("--output", metavar="F.json", help="also write the JSON to this file")
+    parser.add_argument("--output", type=output_file, metavar="F.json", help="also write the JSON to this file")
     parser.set_defaults(run=run)
 
 
@@ -45,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("give --folder, to measure reading, or --files and --tokenizer, to measure tokenising, or all")
     if (args.files is None) != (args.tokenizer is None):
         raise UserError("--files and --tokenizer go together")
-    if args.output is not None and not Path(args.output).absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no such folder")
     for name in ("block_size", "micro_batch_size", "seconds", "repeats"):
         if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
@@ -65,5 +64,5 @@ def run(args: argparse.Namespace) -> int:
     text = json.dumps(measured)
     print(text)
     if args.output is not None:
-        write_atomically(Path(args.output), text + "\n")
+        write_atomically(args.output, text + "\n")
     return 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from llmstack.errors import UserError
+from llmstack.cli.parsing import output_file
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="timed rounds per figure, at least 6 (default: %(default)s)",
     )
-    parser.add_argument("--output", metavar="F.json", help="also write the JSON to this file")
+    parser.add_argument("--output", type=output_file, metavar="F.json", help="also write the JSON to this file")
     parser.set_defaults(run=run)
 
 
@@ -52,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
     from llmstack.checkpoint.files import write_atomically
     from llmstack.model import ModelConfig
 
-    if args.output is not None and not Path(args.output).absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no such folder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     default_batch = 16 if device.type == "cuda" else 2
     shape = Shape(
@@ -73,5 +70,5 @@ def run(args: argparse.Namespace) -> int:
     text = json.dumps(measured)
     print(text)
     if args.output is not None:
-        write_atomically(Path(args.output), text + "\n")
+        write_atomically(args.output, text + "\n")
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import NoReturn
 
 from llmstack.errors import UserError
@@ -14,3 +16,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong as a :class:`UserError`."""
         raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to be written: what cannot be written is refused before any work."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give a file in it")
+    if not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: nothing can be written in this folder")
+    return path

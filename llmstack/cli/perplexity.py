@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmstack.cli.parsing import output_file
 from llmstack.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
         "--stride", type=int, metavar="S", help="tokens between two windows of a longer text (default: the window)"
     )
     parser.add_argument("--tokenizer", metavar="T", help="tokenizer file or folder (default: the checkpoint's)")
-    parser.add_argument("--output", metavar="F.json", help="also write the result to this file")
+    parser.add_argument("--output", type=output_file, metavar="F.json", help="also write the result to this file")
     parser.set_defaults(run=run)
 
 
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             "checkpoint": str(source.path),
             "tokenizer": tokenizer.fingerprint,
         }
-        write_atomically(Path(args.output), json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(args.output, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return 0
 
 
@@ -118,8 +119,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--max-tokens is {args.max_tokens}; at least 2 are needed, the first has no prediction")
     if args.max_documents is not None and args.max_documents < 1:
         raise UserError(f"--max-documents is {args.max_documents}; it must be at least 1")
-    if args.output is not None and not Path(args.output).absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no such folder")
 
 
 def _tokenizer(args: argparse.Namespace, source: Source) -> tuple[Tokenizer, BosEosPolicy]:

@@ -27,8 +27,8 @@ def add_parser(subparsers: Any) -> None:
         required=True,
         metavar="F",
         help="files, globs or folders: .txt, .jsonl, .json (a row a line), also .gz or .zst, .parquet, .arrow (what "
-        f"datasets saves to disk); or the name of a set that `llmstack fetch` has brought: {', '.join(CORPORA)}, or one "
-        "with a split, as c4:validation",
+        f"datasets saves to disk); or the name of a set that `llmstack fetch` has brought: {', '.join(CORPORA)}, or "
+        "one with a split, as c4:validation",
     )
     parser.add_argument("--tokenizer", required=True, metavar="T", help="file or folder, or a fetched tokenizer's name")
     parser.add_argument(

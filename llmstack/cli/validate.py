@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from llmstack.cli.parsing import Parser
+from llmstack.cli.parsing import Parser, output_file
 
 ON_ONE_DEVICE = ("--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1")
 
@@ -28,14 +27,12 @@ def main(arguments: Sequence[str]) -> int:
     own = Parser(prog="llmstack validate", add_help=False, allow_abbrev=False)
     own.add_argument("--ckpt_path", metavar="CKPT", help="run folder, checkpoint or Hugging Face folder")
     own.add_argument("--baselines", action="store_true", help="also score n-gram models of the same tokens")
-    own.add_argument("--output", metavar="F.json", help="write the result there, too")
+    own.add_argument("--output", type=output_file, metavar="F.json", help="write the result there, too")
     options, rest = own.parse_known_args(arguments)
     if {"-h", "--help"} & set(rest):
         print(own.format_help(), "and the options of the configuration:\n", flush=True)
     elif options.ckpt_path is None and not any(argument.startswith("--print_config") for argument in rest):
         raise UserError("--ckpt_path is not set: give a run folder, a checkpoint or a Hugging Face folder")
-    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
-        raise UserError(f"--output {options.output}: there is no such folder")
     # A measurement needs one device, also of a run that was spread over many.
     cli, _ = parse("validate", [*rest, *ON_ONE_DEVICE])
     result = validate(cli.trainer, cli.model, cli.datamodule, options.ckpt_path)
@@ -43,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         result["baselines"] = _baselines(cli.datamodule)
     text = json.dumps(result)
     if options.output:
-        write_atomically(Path(options.output), text + "\n")
+        write_atomically(options.output, text + "\n")
     print(text)
     return 0
 
