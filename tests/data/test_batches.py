@@ -1,5 +1,6 @@
 """One global sequence of batches, whatever the ranks, micro-batches and workers; counts exact."""
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -18,7 +19,9 @@ from llmstack.data import (
     StepBatchSampler,
     TaskDataset,
     collate,
+    prepare_source,
 )
+from llmstack.tokenizer import BosEosPolicy, train_tokenizer
 
 TASK = TaskDataset("sort", "train", num_samples=50, seed=4)
 ORDER = SampleOrder(len(TASK), seed=9)
@@ -80,6 +83,58 @@ def test_workers_do_not_change_the_batches(workers: int, embedded: PreparedData)
     assert len(alone) == len(sampler) == 12
     assert all(map(same, alone, batches(sampler, blocks, workers)))
     assert all(batch["valid_tokens"] == 4 * 2 * 64 for batch in alone)
+
+
+EIGHT_SHARDS = [(ranks, workers) for ranks in (1, 2, 3) for workers in (0, 2, 4)]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> PackedBlocks:
+    """Blocks over eight shards, none of which ends where a block does."""
+    folder = tmp_path_factory.mktemp("shards")
+    files = [folder / "files" / f"{number}.jsonl" for number in range(8)]
+    files[0].parent.mkdir()
+    tokenizer = train_tokenizer((f"{i} words of text" for i in range(300)), 270)
+    for number, file in enumerate(files):
+        rows = (json.dumps({"text": f"file {number} row {row} " * (row % 5 + 1)}) + "\n" for row in range(60))
+        file.write_text("".join(rows))
+    policy, size = BosEosPolicy.default(tokenizer), max(file.stat().st_size for file in files)
+    prepared = prepare_source(folder / "files", tokenizer, policy, out=folder / "out", unit_bytes=size)
+    assert len(prepared.index["splits"]["train"]["shards"]) == 8
+    return PackedBlocks(prepared, "train", 23, document_ids=True)
+
+
+def sequence(blocks: PackedBlocks, ranks: int, workers: int, start: int, steps: int) -> list[dict[str, Any]]:
+    """The samples of these steps of twelve, in the order of the run."""
+    order = SampleOrder(len(blocks), 7)
+    of_ranks = [
+        list(batches(StepBatchSampler(blocks, order, 2, 6 // ranks, ranks, rank, start, steps), blocks, workers))
+        for rank in range(ranks)
+    ]
+    names = ("sample_ids", "input_ids", "labels", "document_ids")
+    in_order = [batch for together in zip(*of_ranks, strict=True) for batch in together]
+    return [{name: batch[name][i] for name in names} for batch in in_order for i in range(2)]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), EIGHT_SHARDS)
+def test_an_epoch_of_eight_shards_is_each_sample_once(shards: PackedBlocks, ranks: int, workers: int) -> None:
+    """In one global order whatever the ranks and workers; the next epoch is another order."""
+    steps = -(-2 * len(shards) // 12)
+    found = sequence(shards, ranks, workers, 0, steps)
+    assert [int(sample["sample_ids"]) for sample in found] == list(range(12 * steps))
+    expected = SampleOrder(len(shards), 7)(np.arange(12 * steps))
+    assert sorted(expected[: len(shards)]) == list(range(len(shards)))
+    assert expected[: len(shards)].tolist() != expected[len(shards) : 2 * len(shards)].tolist()
+    for sample, index in zip(found, expected, strict=True):
+        assert all(torch.equal(sample[name], value) for name, value in shards[int(index)].items())
+
+
+@pytest.mark.parametrize("layout", range(len(EIGHT_SHARDS)))
+def test_three_segments_on_three_layouts_are_one_run(shards: PackedBlocks, layout: int) -> None:
+    """5 + 5 + 5 steps, each on other ranks and workers, are the 15 of one process."""
+    whole = sequence(shards, 1, 0, 0, 15)
+    parts = [sequence(shards, *EIGHT_SHARDS[(layout + 4 * i) % 9], 5 * i, 5) for i in range(3)]
+    assert all(map(same, whole, [sample for part in parts for sample in part]))
 
 
 def test_a_run_continues_on_another_layout() -> None:
