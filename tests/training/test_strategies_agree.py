@@ -27,7 +27,8 @@ pytestmark = pytest.mark.timeout(1500)
 MANY_RANKS: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 Results = dict[Job, list[Seen]]
 
-SOME_NORMS = ("bhyt", "dyt", "fake_ln", "layernorm", "rmsnorm", "tapernorm_all")
+SOME_NORMS = ("bhyt", "fake_ln", "tapernorm_all")
+"""Of each way to live one, for CI: one that looks at the weights, one that measures, one that is calibrated."""
 SGD = [*(Job(norm=norm) for norm in SOME_NORMS), Job(norm="bhyt", accumulate=4, tied=False)]
 ADAMW = [Job(norm="rmsnorm", optimizer="adamw", accumulate=4), Job(norm="bhyt", optimizer="adamw", tied=False)]
 
@@ -156,7 +157,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = base / "strategies"
-    jobs = [*under_all(*SGD, *ADAMW), AT_ONCE, ACCUMULATED, *COUNTED, *SAVED, *BROKEN, *with_references(SOME_WAYS)]
+    jobs = [*under_all(*SGD, *ADAMW), *COUNTED, *SAVED, *BROKEN, *with_references(SOME_WAYS)]
     with (base / "strategies.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -205,8 +206,11 @@ def last_twenty(seen: Sequence[Seen]) -> float:
     return float(loss(seen)[-20:].mean())
 
 
-def test_bf16_accumulated_or_at_once_trains_alike(results: Results) -> None:
+@pytest.mark.full
+def test_bf16_accumulated_or_at_once_trains_alike(tmp_path: Path) -> None:
     """8 micro-batches, or one 8 times as large: accumulation in fp32 loses nothing that shows after 100 steps."""
+    make_jobs(tmp_path, [AT_ONCE, ACCUMULATED], timeout=600)
+    results = read_jobs(tmp_path)
     at_once, accumulated = results[AT_ONCE], results[ACCUMULATED]
     assert last_twenty(at_once) < float(loss(at_once)[0]) - 0.3
     assert loss(accumulated).tolist() != loss(at_once).tolist()
