@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from llmstack.errors import UserError
@@ -76,7 +77,7 @@ class SentencePieceTokenizer(Tokenizer):
         if len(parts) == len(texts):
             return ids
         rest = iter(ids)
-        return [[token_id for _ in range(count) for token_id in next(rest)] for count in counts]
+        return [next(rest) if count == 1 else [*chain.from_iterable(islice(rest, count))] for count in counts]
 
     def library_batch(self, texts: list[str]) -> object:
         return self._processor.encode(texts, num_threads=batch_threads())
