@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 
-from llmstack.data import PreparedData, Split, iterate_documents, prepare, prepare_source
+from llmstack.data import PackedBlocks, PreparedData, SampleOrder, Split, iterate_documents, prepare, prepare_source
 from llmstack.data.holdout import Holdout, units_of
 from llmstack.data.prepared import SPLITS, ShardWriter, token_dtype, write_index
 from llmstack.data.sources import embedded_documents
@@ -86,6 +87,33 @@ def test_ids_survive_in_any_range(tmp_path: Path, vocab_size: int, dtype: str) -
     for start, length in [(-1, 2), (0, len(stream) + 1), (len(stream), 1)]:
         with pytest.raises(IndexError):
             split.read(start, length)
+
+
+@pytest.mark.full
+def test_a_million_blocks_open_and_seek_at_once(tmp_path: Path) -> None:
+    """Of 1,024 tokens each: opening, and any block of any epoch, take as long as with a thousand."""
+    million, text = 1 << 20, np.arange(1 << 20, dtype=np.int64) % 50_000
+    medians = {}
+    for num_blocks in (1 << 10, million):
+        folder = tmp_path / str(num_blocks)
+        documents = [text] * (num_blocks // 1024) + [text[:2]]
+        write_folder(folder, documents, 50_000)
+        opening, seeking = list[float](), list[float]()
+        for _ in range(5):
+            start = time.perf_counter()
+            blocks = PackedBlocks(PreparedData(folder), "train", 1024)
+            order = SampleOrder(len(blocks), 0)
+            opening.append(time.perf_counter() - start)
+        assert len(blocks) == num_blocks
+        for sample in [*range(10, 210), *range(10_000_000, 10_000_200), *range(10**12, 10**12 + 200)]:
+            start = time.perf_counter()
+            block = blocks[int(order(np.array([sample]))[0])]
+            seeking.append(time.perf_counter() - start)
+            assert block["input_ids"][1:].equal(block["labels"][:-1])
+        medians[num_blocks] = median(opening), median(seeking)
+    print(medians)
+    assert max(opening for opening, _ in medians.values()) < 0.05
+    assert max(seeking for _, seeking in medians.values()) < 0.001
 
 
 def test_shards_are_hugging_face_data_sets(tmp_path: Path) -> None:
