@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import SMALL, Command
-from tests.e2e.job import rows_of
+from tests.e2e.job import TINY, finished, rows_of
 
 
 def test_prepared_text_trains_as_the_text_does(llmstack: Command, tmp_path: Path) -> None:
@@ -111,3 +111,27 @@ def test_a_stream_goes_on_to_the_token(llmstack: Command, tmp_path: Path, worker
     losses = [[(row["step"], row["loss"]) for row in rows_of(tmp_path / run)] for run in ("whole", "parted")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 20
+
+
+@pytest.mark.parametrize("source", ["stream", pytest.param("prepared", marks=pytest.mark.full)])
+def test_two_ranks_over_uneven_files_end_together(llmstack: Command, tmp_path: Path, source: str) -> None:
+    """One file of a few rows for one rank, two of many for the other; several epochs of the short one."""
+    for name, rows in (("a", 3), ("b", 300), ("c", 7), ("heldout", 60)):
+        lines = (json.dumps({"text": f"{name} says {i} " * (i % 9 + 1)}) + "\n" for i in range(rows))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    assert llmstack("tokenizer", "train", "--files", "b.jsonl", "--vocab-size", "280", "--out", "T").returncode == 0
+    files = ["a.jsonl", "b.jsonl", "c.jsonl"]
+    if source == "stream":
+        data = ["-c", "data/c4_stream.yaml", "--data.num_workers", "0", "--data.tokenizer", "T"]
+        data += ["--data.files", f"[{', '.join(files)}]", "--data.heldout_files", "heldout.jsonl"]
+    else:
+        prepare = ["prepare", "--source", *files, "--heldout", "heldout.jsonl", "--tokenizer", "T", "--out", "set"]
+        assert llmstack(*prepare).returncode == 0
+        data = ["-c", "data/prepared.yaml", "--data.folder", "set"]
+    base = [*TINY[:4], *TINY[6:], *data, "--data.block_size", "16", "--data.micro_batch_size", "3"]
+    ranks = ["-c", "trainer/ddp.yaml", "--trainer.devices", "2", "--trainer.precision", "32-true"]
+    job = finished(tmp_path / "run", *ranks, "--trainer.max_steps", "25", base=base, timeout=200)
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 26))
+    assert rows[-1]["tokens_seen"] == 25 * 2 * 3 * 16
+    assert not job.said("Traceback")
