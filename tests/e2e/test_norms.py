@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmstack.checkpoint import load_model
 from llmstack.cli.main import main
@@ -31,6 +32,12 @@ CALM = [
 """Through 16 layers without norms, two factors that grow with the stream (SwiGLU's) would blow up before they learn."""
 
 CI = ("tapernorm_all",)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    """All blocks share one piece of code, of which a process compiles eight versions at most."""
+    torch._dynamo.reset()
 
 
 @pytest.mark.timeout(900)
