@@ -69,9 +69,14 @@ class Mirror:
         """
         with reaching(self.url) as (store, root):
             there = _whole_checkpoints(store, f"{root}/{CHECKPOINTS}")
-            here = {checkpoint_step(path) for path in run.checkpoints()}
-            if max(there, default=0) <= max((step for step in here if step is not None), default=0):
+            here = {step for path in run.checkpoints() if (step := checkpoint_step(path)) is not None}
+            if max(there, default=0) <= max(here, default=0):
                 return []
+            with failing_in_one_line(run.path):
+                # Before the checkpoints: rows past the step that a run goes on from are cut, missing ones are not made.
+                for name in _SMALL_FILES:
+                    if store.exists(f"{root}/{name}"):
+                        bring(store, f"{root}/{name}", run.path / name)
             came = []
             for step in sorted(set(there) - here):
                 try:
@@ -79,10 +84,11 @@ class Mirror:
                     came.append(step)
                 except BrokenCheckpoint as error:
                     _logger.warning("broken checkpoint in %s, left there: %s", self.url, error)
-            with failing_in_one_line(run.path):
-                for name in _SMALL_FILES:
-                    if store.exists(f"{root}/{name}"):
-                        bring(store, f"{root}/{name}", run.path / name)
+            if not came and not here:
+                raise UserError(
+                    f"{self.url}: all {len(there)} checkpoints are broken; restore one, or give another run.mirror to "
+                    "start again"
+                )
             return came
 
     def send(self, run: RunFolder) -> None:

@@ -123,6 +123,17 @@ def test_what_is_not_whole_is_not_taken(
             resolve(f"{url}/checkpoints/step-00000050")
 
 
+def test_a_run_does_not_begin_anew_because_all_is_broken(run: RunFolder, url: str, tmp_path: Path) -> None:
+    Mirror(url).send(run)
+    before = stored(url)
+    for step in (25, 50):
+        change(url, f"checkpoints/step-{step:08d}/model.safetensors", flipped)
+    again = RunFolder.open(tmp_path / "again", CONFIG)
+    with pytest.raises(UserError, match="all 2 checkpoints are broken"):
+        Mirror(url).restore(again)
+    assert stored(url) == before
+
+
 def test_another_run_is_refused(run: RunFolder, url: str) -> None:
     mirror = Mirror(url)
     mirror.refuse_other_config(CONFIG, [])

@@ -23,6 +23,7 @@ LIVES = {
     "fake_ln": [word for name in REMOVALS for word in option(name, 1)],
     **{name: [*option("taper_start", 0.3), *option("taper_end", 0.7)] for name in TAPERS},
 }
+LIVES["taperln_all"] += ["--model.optimizer.lr", "5e-4"]  # logits that nothing bounds: at 1e-3 they overshoot
 """All of a life within thirty steps."""
 
 CALM = [
