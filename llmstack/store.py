@@ -38,7 +38,9 @@ def reaching(url: str) -> Iterator[tuple[Any, str]]:
         # What others have written since must be seen.
         store.invalidate_cache()
         yield store, root.rstrip("/")
-    except (OSError, ValueError, ImportError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # the library of each kind of store has errors of its own
         raise UserError(
             f"{url}: cannot be reached ({str(error).splitlines()[0] if str(error) else error!r})"
         ) from error
