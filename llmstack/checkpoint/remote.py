@@ -1,6 +1,7 @@
 """Checkpoints in a store that fsspec reaches (s3://, gs://, …): a run's mirror, and checkpoints brought from there.
 
-A mirror has the names of the run folder: `<address>/config.yaml`, `<address>/checkpoints/step-00000025/…`. The manifest
+A mirror has the names of the run folder: `<address>/config.yaml`, `<address>/checkpoints/step-00000025/…`; and
+`folder.txt`, that folder's own name. The manifest
 of a checkpoint is sent last and removed first, so that a folder with a manifest is a whole checkpoint.
 """
 
@@ -21,6 +22,8 @@ from llmstack.errors import UserError
 from llmstack.store import bring, cache_root, put, reaching
 
 CHECKPOINTS = "checkpoints"
+FOLDER_FILE = "folder.txt"
+"""Of a mirror: whose it is."""
 
 _SMALL_FILES = ("metrics.csv", "diagnostics.csv", "environment.json")
 """What a run folder has beside configuration and checkpoints and could not make again."""
@@ -43,12 +46,26 @@ class Mirror:
         with reaching(self.url) as (store, root):
             return bool(store.exists(f"{root}/{FINISHED_FILE}"))
 
-    def refuse_other_config(self, config: Mapping[str, Any], free: Sequence[str]) -> None:
-        """Raise a :class:`UserError` if there is a run that differs from ``config`` in more than ``free`` keys."""
+    def refuse_other_run(self, folder: str, config: Mapping[str, Any], free: Sequence[str]) -> None:
+        """Raise a :class:`UserError` if the run there is not that of ``folder``, the run's own as it was given.
+
+        Two runs of one configuration have folders of their own; one mirror for both would make them one. Nor may it
+        differ from ``config`` in more than ``free`` keys.
+        """
         there = self._config()
         if there is not None:
+            if (other := self._folder()) != folder:
+                raise UserError(
+                    f"{self.url} mirrors the run {other}, not {folder}: choose another run.mirror, or give --run.dir "
+                    f"{other} to continue that run"
+                )
             # As it would be written and read.
             refuse_other_config(self.url, "run.mirror", there, yaml.safe_load(yaml.safe_dump(dict(config))), free)
+
+    def _folder(self) -> str:
+        with reaching(self.url) as (store, root):
+            name = f"{root}/{FOLDER_FILE}"
+            return store.cat_file(name).decode() if store.exists(name) else "of an unknown folder"
 
     def _config(self) -> dict[str, Any] | None:
         with reaching(self.url) as (store, root):
@@ -94,6 +111,10 @@ class Mirror:
     def send(self, run: RunFolder) -> None:
         """Make the mirror hold what the folder holds, and no other checkpoints."""
         with reaching(self.url) as (store, root):
+            # Whose it is before what is in it.
+            store.makedirs(root, exist_ok=True)
+            store.pipe_file(f"{root}/{FOLDER_FILE}", str(run.path).encode())
+            put(store, run.config_path, f"{root}/{CONFIG_FILE}")
             here = {path.name: path for path in run.checkpoints() if (path / MANIFEST).is_file()}
             for path in here.values():
                 target = f"{root}/{CHECKPOINTS}/{path.name}"
@@ -103,7 +124,7 @@ class Mirror:
                     files = (file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
                     for file in [*sorted(files), path / MANIFEST]:
                         put(store, file, f"{target}/{file.relative_to(path).as_posix()}")
-            for name in (CONFIG_FILE, *_SMALL_FILES, FINISHED_FILE):
+            for name in (*_SMALL_FILES, FINISHED_FILE):
                 if (run.path / name).is_file():
                     put(store, run.path / name, f"{root}/{name}")
             for target in _checkpoints(store, f"{root}/{CHECKPOINTS}").values():

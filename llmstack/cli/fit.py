@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     path = config.dir or f"runs/{'-'.join(names) or 'default'}"
     mirror = Mirror(config.mirror) if config.mirror is not None else None
     if mirror is not None:
-        mirror.refuse_other_config(configuration(cli), HOW_IT_RUNS)
+        mirror.refuse_other_run(str(RunFolder(path).path), configuration(cli), HOW_IT_RUNS)
         if mirror.is_finished:
             print(f"{mirror.url} has the finished run: nothing to do", file=sys.stderr)
             return 0
@@ -34,7 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     run = RunFolder.open(path, configuration(cli), HOW_IT_RUNS) if trainer.is_global_zero else RunFolder(path)
     try:
         if mirror is not None and trainer.is_global_zero:
-            mirror.restore(run)
+            if came := mirror.restore(run):
+                print(f"{run.path}: brought {len(came)} checkpoints from {mirror.url}", file=sys.stderr)
+            # At once, so that a store which takes nothing is known before any training.
+            mirror.send(run)
         if run.status == "finished":
             text = f"{run.path} is finished: nothing to do (another --run.dir starts another run)"
         else:

@@ -112,7 +112,7 @@ class LanguageData(L.LightningDataModule):
         if (source == "prepared") != (bool(folder) != bool(mixture)):
             raise UserError(
                 f"data.source is {source}, data.folder {folder or 'not set'} and data.mixture {mixture or 'not set'}: "
-                "prepared data, and no other, have either of the two"
+                "source prepared needs one of the two, and other sources have neither"
             )
         if packing == "best_fit":
             if source not in ("embedded", "text", "prepared") or mixture:

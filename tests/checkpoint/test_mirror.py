@@ -87,7 +87,7 @@ def test_it_holds_what_the_folder_holds(run: RunFolder, url: str) -> None:
     torch.manual_seed(1)
     write_checkpoint(run.checkpoint_path(50), step=50, config=MODEL.to_dict(), weights=Llama(MODEL).state_dict())
     mirror.send(run)
-    assert stored(url) == set(content(run.path))
+    assert stored(url) == {*content(run.path), "folder.txt"}
     again = RunFolder.open(run.path.with_name("again"), CONFIG)
     mirror.restore(again)
     assert content(again.path) == content(run.path)
@@ -135,13 +135,16 @@ def test_a_run_does_not_begin_anew_because_all_is_broken(run: RunFolder, url: st
 
 
 def test_another_run_is_refused(run: RunFolder, url: str) -> None:
-    mirror = Mirror(url)
-    mirror.refuse_other_config(CONFIG, [])
+    """Of another configuration, or of the same one in another folder."""
+    mirror, folder = Mirror(url), str(run.path)
+    mirror.refuse_other_run(folder, CONFIG, [])
     mirror.send(run)
-    mirror.refuse_other_config(CONFIG, [])
-    mirror.refuse_other_config({**CONFIG, "trainer": {"devices": 2}}, ["trainer.devices"])
+    mirror.refuse_other_run(folder, CONFIG, [])
+    mirror.refuse_other_run(folder, {**CONFIG, "trainer": {"devices": 2}}, ["trainer.devices"])
     with pytest.raises(UserError, match="seed is 1 there and 2 here"):
-        mirror.refuse_other_config({**CONFIG, "seed": 2}, ["trainer.devices"])
+        mirror.refuse_other_run(folder, {**CONFIG, "seed": 2}, ["trainer.devices"])
+    with pytest.raises(UserError, match=f"mirrors the run {folder}, not runs/b: choose another run.mirror"):
+        mirror.refuse_other_run("runs/b", CONFIG, [])
 
 
 @pytest.mark.parametrize("name", ["", "/checkpoints/step-00000050"])
