@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from llmstack.checkpoint.files import failing_in_one_line
-from llmstack.checkpoint.format import MANIFEST, BrokenCheckpoint, checkpoint_step, receive_checkpoint
+from llmstack.checkpoint.format import MANIFEST, BrokenCheckpoint, checkpoint_step, read_checkpoint, receive_checkpoint
 from llmstack.checkpoint.run_folder import CONFIG_FILE, FINISHED_FILE, RunFolder, refuse_other_config
 from llmstack.errors import UserError
 from llmstack.store import bring, cache_root, put, reaching
@@ -39,6 +39,8 @@ class Mirror:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._damaged = set[str]()
+        """Names of the checkpoints that came and did not verify: they are sent anew."""
 
     @property
     def is_finished(self) -> bool:
@@ -53,7 +55,12 @@ class Mirror:
         differ from ``config`` in more than ``free`` keys.
         """
         there = self._config()
-        if there is not None:
+        if there is None:
+            with reaching(self.url) as (store, root):
+                names = store.ls(root, detail=False) if store.exists(root) else []
+                if any(name.rstrip("/").rsplit("/", 1)[1] != FOLDER_FILE for name in names):
+                    raise UserError(f"{self.url} holds something else than a run: choose another run.mirror")
+        else:
             if (other := self._folder()) != folder:
                 raise UserError(
                     f"{self.url} mirrors the run {other}, not {folder}: choose another run.mirror, or give --run.dir "
@@ -100,6 +107,7 @@ class Mirror:
                     _receive(store, there[step], run.checkpoint_path(step))
                     came.append(step)
                 except BrokenCheckpoint as error:
+                    self._damaged.add(run.checkpoint_path(step).name)
                     _logger.warning("broken checkpoint in %s, left there: %s", self.url, error)
             if not came and not here:
                 raise UserError(
@@ -115,21 +123,26 @@ class Mirror:
             store.makedirs(root, exist_ok=True)
             store.pipe_file(f"{root}/{FOLDER_FILE}", str(run.path).encode())
             put(store, run.config_path, f"{root}/{CONFIG_FILE}")
-            here = {path.name: path for path in run.checkpoints() if (path / MANIFEST).is_file()}
-            for path in here.values():
+            # Tables before checkpoints: of rows too many a run that comes back cuts some, rows too few it cannot make.
+            for name in _SMALL_FILES:
+                if (run.path / name).is_file():
+                    put(store, run.path / name, f"{root}/{name}")
+            here = {path.name: path for path in run.checkpoints()}
+            for path in filter(_is_whole, here.values()):
                 target = f"{root}/{CHECKPOINTS}/{path.name}"
                 manifest = (path / MANIFEST).read_bytes()
-                if not store.exists(f"{target}/{MANIFEST}") or store.cat_file(f"{target}/{MANIFEST}") != manifest:
+                there = store.cat_file(f"{target}/{MANIFEST}") if store.exists(f"{target}/{MANIFEST}") else None
+                if there != manifest or path.name in self._damaged:
                     _remove(store, target)
                     files = (file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
                     for file in [*sorted(files), path / MANIFEST]:
                         put(store, file, f"{target}/{file.relative_to(path).as_posix()}")
-            for name in (*_SMALL_FILES, FINISHED_FILE):
-                if (run.path / name).is_file():
-                    put(store, run.path / name, f"{root}/{name}")
+                    self._damaged.discard(path.name)
             for target in _checkpoints(store, f"{root}/{CHECKPOINTS}").values():
                 if target.rsplit("/", 1)[1] not in here:
                     _remove(store, target)
+            if (run.path / FINISHED_FILE).is_file():
+                put(store, run.path / FINISHED_FILE, f"{root}/{FINISHED_FILE}")
 
 
 def local_checkpoint(url: str) -> Path:
@@ -163,6 +176,15 @@ def _checkpoints(store: Any, folder: str) -> dict[int, str]:
 def _whole_checkpoints(store: Any, folder: str) -> dict[int, str]:
     found = _checkpoints(store, folder)
     return {step: path for step, path in found.items() if store.exists(f"{path}/{MANIFEST}")}
+
+
+def _is_whole(folder: Path) -> bool:
+    """As far as its manifest says; it was written by this run, or verified when the run went on from it."""
+    try:
+        read_checkpoint(folder, verify=False)
+    except UserError:
+        return False
+    return True
 
 
 def _receive(store: Any, source: str, folder: Path) -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from llmstack.errors import UserError
 from llmstack.shipped import find_config
+from llmstack.store import is_remote
 from llmstack.training.datamodule import LanguageData
 from llmstack.training.module import LanguageModel
 from llmstack.training.rhythm import RunConfig
@@ -157,7 +158,7 @@ def _absolute(path: str | list[str] | None) -> str | list[str] | None:
     """The saved configuration means the same files from any folder."""
     if isinstance(path, list):
         return [str(Path(one).expanduser().absolute()) for one in path]
-    return path and str(Path(path).expanduser().absolute())
+    return path if not path or is_remote(path) else str(Path(path).expanduser().absolute())
 
 
 def _resolve_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

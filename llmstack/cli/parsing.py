@@ -26,6 +26,8 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; give a file in it")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no ordinary file, and would be replaced by one")
     if not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: nothing can be written in this folder")
     return path

@@ -24,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--source",
         nargs="+",
+        action="extend",
         required=True,
         metavar="F",
         help="files, globs or folders: .txt, .jsonl, .json (a row a line), also .gz or .zst, .parquet, .arrow (what "

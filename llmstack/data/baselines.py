@@ -72,7 +72,8 @@ def score_baselines(prepared: PreparedData) -> Baselines:
 
     def score(probabilities: NDArray[np.float64]) -> BaselineScore:
         nats = -float(np.log(probabilities).mean())
-        return BaselineScore(nats, math.exp(nats), bits_per_byte([prepared["heldout"]], nats), len(probabilities))
+        scored = len(probabilities)
+        return BaselineScore(nats, math.exp(nats), bits_per_byte([prepared["heldout"]], nats, scored), scored)
 
     return Baselines(score(model.unigram(heldout)), score(model.bigram(heldout, weight)), weight)
 

@@ -378,10 +378,9 @@ class PreparedData:
         return (record for split in SPLITS for record in self.index["splits"][split]["shards"])
 
 
-def bits_per_byte(splits: Sequence[PreparedSplit], nats_per_token: float) -> float:
-    """Mean loss over all tokens of ``splits`` but the first of each, as bits per byte of their text."""
-    tokens = sum(split.num_tokens - 1 for split in splits)
-    return nats_per_token * tokens / (math.log(2) * sum(split.num_bytes for split in splits))
+def bits_per_byte(splits: Sequence[PreparedSplit], nats_per_token: float, num_tokens: int) -> float:
+    """The loss of the ``num_tokens`` that were scored, as bits per byte of the text of ``splits``."""
+    return nats_per_token * num_tokens / (math.log(2) * sum(split.num_bytes for split in splits))
 
 
 def _check_index(index: dict[str, Any]) -> None:

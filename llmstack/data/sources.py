@@ -31,7 +31,7 @@ Source = str | Path | Sequence[str | Path]
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _PLAIN = (".txt", ".jsonl", ".json")
 _SPLITS_FILE = "dataset_dict.json"  # of datasets.DatasetDict.save_to_disk
-_OF_DATASETS = ("state.json", "dataset_info.json")  # what Dataset.save_to_disk writes beside the rows
+_STATE_FILE = "state.json"  # of datasets.Dataset.save_to_disk: which files the rows are in
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # with which an Arrow stream ends
 SUFFIXES = (*_PLAIN, *(kind + packed for kind in _PLAIN for packed in _COMPRESSION), ".parquet", ".arrow")
 
@@ -78,10 +78,12 @@ def resolve_files(spec: Source) -> list[Path]:
             raise UserError("an empty name is no file, glob or folder")
         path = Path(os.path.abspath(os.path.expanduser(entry)))
         if path.is_dir():
-            _refuse_folder_of_splits(path)
+            for mark in path.rglob(_SPLITS_FILE):
+                _refuse_folder_of_splits(mark.parent)
             matches = [p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
             matches = [p for p in matches if not any(s.startswith(".") for s in p.relative_to(path).parts)]
-            matches = [p for p in matches if not (p.name in _OF_DATASETS and (p.parent / "state.json").is_file())]
+            saved = {mark.parent: _files_of_saved_set(mark) for mark in path.rglob(_STATE_FILE)}
+            matches = [p for p in matches if p.parent not in saved or p.name in (saved[p.parent] or [p.name])]
         elif path.is_file():
             matches = [path]
         else:
@@ -104,9 +106,16 @@ def resolve_files(spec: Source) -> list[Path]:
 
 def _refuse_folder_of_splits(folder: Path) -> None:
     """All splits of a set together would train on what is for testing."""
-    if (folder / _SPLITS_FILE).is_file():
-        splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
-        raise UserError(f"{folder} holds the splits {', '.join(splits)}: give the folder of one")
+    splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
+    raise UserError(f"{folder} holds the splits {', '.join(splits)}: give the folder of one")
+
+
+def _files_of_saved_set(state: Path) -> list[str] | None:
+    """Names of the files that a saved set consists of, older ones and caches beside them apart; None: it is no set."""
+    try:
+        return [str(file["filename"]) for file in json.loads(state.read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def describe_source(source: Source) -> list[dict[str, Any]]:
@@ -291,7 +300,6 @@ def _read_parquet(piece: Piece, text_field: str) -> Iterator[Document | BadRow]:
 
 
 def _read_arrow(path: Path, text_field: str) -> Iterator[Document | BadRow]:
-    import pyarrow as pa
     from datasets import Dataset
 
     with path.open("rb") as file:
@@ -300,8 +308,8 @@ def _read_arrow(path: Path, text_field: str) -> Iterator[Document | BadRow]:
             raise UserError(f"{path}: not an Arrow stream with its end; is it complete?")
     try:
         rows = Dataset.from_file(str(path))
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path}: not a readable Arrow stream ({error})") from error
+    except Exception as error:  # of whatever kind, by what is damaged or not known to the library
+        raise UserError(f"{path}: datasets cannot read it ({' '.join(str(error).split())})") from error
     if text_field not in rows.column_names:
         raise UserError(f"{path}: no column {text_field!r}; it has {', '.join(rows.column_names)}")
     if len(rows) == 0:

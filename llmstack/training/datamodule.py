@@ -42,6 +42,8 @@ TASK_SAMPLES = {"train": 1_000_000, "heldout": 500}
 """Samples of the generated tasks; a sample costs nothing until it is asked for."""
 
 
+MOST_WORKERS = 16
+"""A core; more would only take memory."""
 PREFETCHED = 4
 """Micro-batches that a worker has ready: enough for a validation or a save to end before the device waits."""
 
@@ -93,8 +95,11 @@ class LanguageData(L.LightningDataModule):
         for name, value in (("block_size", block_size), ("micro_batch_size", micro_batch_size)):
             if value < 1:
                 raise UserError(f"data.{name} is {value}; it must be at least 1")
-        if num_workers is not None and num_workers < 0:
-            raise UserError(f"data.num_workers is {num_workers}; it must be 0 or more")
+        most = MOST_WORKERS * len(os.sched_getaffinity(0))
+        if num_workers is not None and not 0 <= num_workers <= most:
+            raise UserError(f"data.num_workers is {num_workers}; it must be 0 to {most} on this machine")
+        if source in ("copy", "sort") and document_masks:
+            raise UserError(f"data.document_masks is set, but a sample of data.source {source} is one document")
         reads_files = source in ("text", "stream")
         if reads_files and not files:
             raise UserError("data.files is not set: give --data.files a path, a glob or a folder")

@@ -205,5 +205,6 @@ def validate(trainer: L.Trainer, module: LanguageModel, data: LanguageData, ckpt
         "tokens": module.validation_tokens,
     }
     if data.prepared:
-        result["bits_per_byte"] = bits_per_byte([one["heldout"] for one in data.prepared], loss)
+        heldout = [one["heldout"] for one in data.prepared]
+        result["bits_per_byte"] = bits_per_byte(heldout, loss, module.validation_tokens)
     return result

@@ -134,6 +134,45 @@ def test_a_run_does_not_begin_anew_because_all_is_broken(run: RunFolder, url: st
     assert stored(url) == before
 
 
+def test_tables_are_there_before_the_checkpoints_they_go_with(
+    run: RunFolder, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the sending is killed, the run can be made again from what is there."""
+    order = list[str]()
+    monkeypatch.setattr("llmstack.checkpoint.remote.put", lambda store, source, target: order.append(source.name))
+    run.finish(50)
+    Mirror(url).send(run)
+    assert order[0] == "config.yaml"
+    assert order.index("metrics.csv") < order.index("model.safetensors") < order.index("checkpoint.json")
+    assert order[-1] == "run.json"
+
+
+def test_a_damaged_copy_is_sent_anew(run: RunFolder, url: str, tmp_path: Path) -> None:
+    """And a damaged original is not."""
+    Mirror(url).send(run)
+    change(url, "checkpoints/step-00000050/model.safetensors", flipped)
+    again, mirror = RunFolder.open(tmp_path / "again", CONFIG), Mirror(url)
+    assert mirror.restore(again) == [25]
+    save(again, 50)
+    mirror.send(again)
+    assert read_checkpoint(resolve(f"{url}/checkpoints/step-00000050").path).step == 50
+    manifest = again.checkpoint_path(50) / "checkpoint.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 50', b'"step": 51'))
+    before = stored(url)
+    Mirror(url).send(again)
+    assert stored(url) == before
+    assert read_checkpoint(resolve(f"{url}/checkpoints/step-00000050").path).step == 50
+
+
+def test_a_folder_of_something_else_is_no_mirror(url: str) -> None:
+    store, root = fsspec.core.url_to_fs(url)
+    store.makedirs(root)
+    Mirror(url).refuse_other_run("runs/a", CONFIG, [])
+    store.pipe_file(f"{root}/metrics.csv", b"mine")
+    with pytest.raises(UserError, match="holds something else than a run"):
+        Mirror(url).refuse_other_run("runs/a", CONFIG, [])
+
+
 def test_another_run_is_refused(run: RunFolder, url: str) -> None:
     """Of another configuration, or of the same one in another folder."""
     mirror, folder = Mirror(url), str(run.path)

@@ -124,6 +124,12 @@ def test_what_datasets_saved_gives_its_texts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds the splits test, train: give the folder of one"):
         resolve_files(tmp_path / "both")
     assert len(resolve_files(tmp_path / "both" / "train")) == 1
+    with pytest.raises(UserError, match="both holds the splits"):
+        resolve_files(tmp_path)
+    # What another save or a cache has left beside the rows is not part of the set.
+    (tmp_path / "one" / "cache-1.arrow").write_bytes((tmp_path / "one" / "data-00000-of-00002.arrow").read_bytes())
+    Dataset.from_dict({"text": ["new"]}).save_to_disk(tmp_path / "one")
+    assert [row.text for row in iterate_documents(tmp_path / "one")] == ["new"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.parquet", "a.arrow"])

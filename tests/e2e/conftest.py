@@ -3,11 +3,12 @@
 import multiprocessing
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.command import run_command
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -34,7 +35,7 @@ def llmstack(tmp_path: Path) -> Command:
 
     def run(*arguments: str, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
         outputs = [tmp_path / f".{name}" for name in ("stdout", "stderr")]
-        process = forked.Process(target=_command, args=(arguments, cwd, outputs, environment()))
+        process = forked.Process(target=run_command, args=(arguments, cwd, outputs, environment()))
         process.start()
         process.join(300)
         if process.exitcode is None:
@@ -44,20 +45,3 @@ def llmstack(tmp_path: Path) -> Command:
         return subprocess.CompletedProcess(["llmstack", *arguments], process.exitcode, stdout, stderr)
 
     return run
-
-
-def _command(arguments: Sequence[str], cwd: Path, outputs: Sequence[Path], variables: dict[str, str]) -> None:
-    import torch
-
-    from llmstack.cli.main import main
-
-    # Of its parent it would have this server's.
-    multiprocessing.set_start_method("fork", force=True)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv = ["llmstack", *arguments]
-    sys.exit(main(arguments))
