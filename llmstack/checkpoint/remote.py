@@ -1,8 +1,8 @@
 """Checkpoints in a store that fsspec reaches (s3://, gs://, …): a run's mirror, and checkpoints brought from there.
 
-A mirror has the names of the run folder: `<address>/config.yaml`, `<address>/checkpoints/step-00000025/…`; and
-`folder.txt`, that folder's own name. The manifest
-of a checkpoint is sent last and removed first, so that a folder with a manifest is a whole checkpoint.
+A mirror has the names of the run folder, `<address>/config.yaml`, `<address>/checkpoints/step-00000025/…`, and
+`folder.txt`, that folder's own name. The manifest of a checkpoint is sent last and removed first, so that a folder
+with a manifest is a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ import yaml
 
 from llmstack.checkpoint.files import failing_in_one_line
 from llmstack.checkpoint.format import MANIFEST, BrokenCheckpoint, checkpoint_step, read_checkpoint, receive_checkpoint
-from llmstack.checkpoint.run_folder import CONFIG_FILE, FINISHED_FILE, RunFolder, refuse_other_config
+from llmstack.checkpoint.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    FINISHED_FILE,
+    RunFolder,
+    parse_config,
+    refuse_other_config,
+)
 from llmstack.errors import UserError
 from llmstack.store import bring, cache_root, put, reaching
 
-CHECKPOINTS = "checkpoints"
 FOLDER_FILE = "folder.txt"
 """Of a mirror: whose it is."""
 
@@ -54,37 +60,23 @@ class Mirror:
         Two runs of one configuration have folders of their own; one mirror for both would make them one. Nor may it
         differ from ``config`` in more than ``free`` keys.
         """
-        there = self._config()
-        if there is None:
-            with reaching(self.url) as (store, root):
-                names = store.ls(root, detail=False) if store.exists(root) else []
-                if any(name.rstrip("/").rsplit("/", 1)[1] != FOLDER_FILE for name in names):
+        with reaching(self.url) as (store, root):
+            names = store.ls(root, detail=False) if store.exists(root) else []
+            present = {name.rstrip("/").rsplit("/", 1)[1] for name in names}
+            if CONFIG_FILE not in present:
+                if present - {FOLDER_FILE}:
                     raise UserError(f"{self.url} holds something else than a run: choose another run.mirror")
-        else:
-            if (other := self._folder()) != folder:
-                raise UserError(
-                    f"{self.url} mirrors the run {other}, not {folder}: choose another run.mirror, or give --run.dir "
-                    f"{other} to continue that run"
-                )
-            # As it would be written and read.
-            refuse_other_config(self.url, "run.mirror", there, yaml.safe_load(yaml.safe_dump(dict(config))), free)
-
-    def _folder(self) -> str:
-        with reaching(self.url) as (store, root):
-            name = f"{root}/{FOLDER_FILE}"
-            return store.cat_file(name).decode() if store.exists(name) else "of an unknown folder"
-
-    def _config(self) -> dict[str, Any] | None:
-        with reaching(self.url) as (store, root):
-            if not store.exists(f"{root}/{CONFIG_FILE}"):
-                return None
-            try:
-                config = yaml.safe_load(store.cat_file(f"{root}/{CONFIG_FILE}"))
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                raise UserError(f"{self.url}/{CONFIG_FILE} is not readable as YAML") from error
-            if not isinstance(config, dict):
-                raise UserError(f"{self.url}/{CONFIG_FILE} is no configuration")
-            return config
+                return
+            there = parse_config(store.cat_file(f"{root}/{CONFIG_FILE}"), f"{self.url}/{CONFIG_FILE}")
+            known = FOLDER_FILE in present
+            other = store.cat_file(f"{root}/{FOLDER_FILE}").decode() if known else "of an unknown folder"
+        if other != folder:
+            raise UserError(
+                f"{self.url} mirrors the run {other}, not {folder}: choose another run.mirror, or give --run.dir "
+                f"{other} to continue that run"
+            )
+        # As it would be written and read.
+        refuse_other_config(self.url, "run.mirror", there, yaml.safe_load(yaml.safe_dump(dict(config))), free)
 
     def restore(self, run: RunFolder) -> list[int]:
         """Bring what the folder of an unfinished run lacks, if the mirror is ahead; the steps of what came.

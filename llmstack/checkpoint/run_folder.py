@@ -38,6 +38,7 @@ from llmstack.errors import UserError
 
 Status = Literal["new", "resume", "finished"]
 
+CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
 FINISHED_FILE = "run.json"
 
@@ -104,7 +105,7 @@ class RunFolder:
     @property
     def checkpoints_path(self) -> Path:
         """Folder of the checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def environment_path(self) -> Path:
@@ -129,15 +130,10 @@ class RunFolder:
             UserError: there is none, or it is no YAML mapping.
         """
         try:
-            config = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+            content = self.config_path.read_bytes()
         except OSError as error:
             raise UserError(f"cannot read {self.config_path}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{self.config_path} is not readable as YAML: {reason}") from error
-        if not isinstance(config, dict):
-            raise UserError(f"{self.config_path} is no configuration")
-        return config
+        return parse_config(content, self.config_path)
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint after ``step`` optimiser steps belongs."""
@@ -251,6 +247,18 @@ class RunFolder:
     def _refuse_other_config(self, config: dict[str, Any], free: Sequence[str]) -> None:
         if self.config_path.is_file():
             refuse_other_config(self.path, "run.dir", self.config, config, free)
+
+
+def parse_config(content: bytes, where: str | Path) -> dict[str, Any]:
+    """The configuration in the ``content`` of ``where``; a :class:`UserError` if it is no YAML mapping."""
+    try:
+        config = yaml.safe_load(content.decode("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where} is not readable as YAML: {reason}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{where} is no configuration")
+    return config
 
 
 def refuse_other_config(
