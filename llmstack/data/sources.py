@@ -78,12 +78,7 @@ def resolve_files(spec: Source) -> list[Path]:
             raise UserError("an empty name is no file, glob or folder")
         path = Path(os.path.abspath(os.path.expanduser(entry)))
         if path.is_dir():
-            for mark in path.rglob(_SPLITS_FILE):
-                _refuse_folder_of_splits(mark.parent)
-            matches = [p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
-            matches = [p for p in matches if not any(s.startswith(".") for s in p.relative_to(path).parts)]
-            saved = {mark.parent: _files_of_saved_set(mark) for mark in path.rglob(_STATE_FILE)}
-            matches = [p for p in matches if p.parent not in saved or p.name in (saved[p.parent] or [p.name])]
+            matches = _files_below(path)
         elif path.is_file():
             matches = [path]
         else:
@@ -102,6 +97,18 @@ def resolve_files(spec: Source) -> list[Path]:
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: unknown suffix; known are {_known()}")
     return sorted(unique.values())
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """What a folder stands for: of a set that ``datasets`` saved its own files, elsewhere those of a known suffix."""
+    entries = list(folder.rglob("*"))
+    for path in entries:
+        if path.name == _SPLITS_FILE:
+            _refuse_folder_of_splits(path.parent)
+    saved = {path.parent: _files_of_saved_set(path) for path in entries if path.name == _STATE_FILE}
+    matches = [path for path in entries if path.name.endswith(SUFFIXES) and path.is_file()]
+    matches = [path for path in matches if not any(s.startswith(".") for s in path.relative_to(folder).parts)]
+    return [path for path in matches if path.name in (saved.get(path.parent) or [path.name])]
 
 
 def _refuse_folder_of_splits(folder: Path) -> None:

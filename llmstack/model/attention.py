@@ -44,8 +44,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """``x`` [batch, seq, hidden], or a pair of them for queries and keys, and for values -> the same shape.
 
-        Without a ``mask``: causal. With a ``cache``, keys and values
-        are written at ``positions`` [batch, seq] and the mask covers the cache's whole length.
+        Without a ``mask``: causal. With a ``cache``, keys and values are written at ``positions`` [batch, seq] and the
+        mask covers the cache's whole length.
         """
         for_scores, for_values = x if isinstance(x, tuple) else (x, x)
         batch, length, _ = for_scores.shape

@@ -100,33 +100,9 @@ class LanguageData(L.LightningDataModule):
             raise UserError(f"data.num_workers is {num_workers}; it must be 0 to {most} on this machine")
         if source in ("copy", "sort") and document_masks:
             raise UserError(f"data.document_masks is set, but a sample of data.source {source} is one document")
-        reads_files = source in ("text", "stream")
-        if reads_files and not files:
-            raise UserError("data.files is not set: give --data.files a path, a glob or a folder")
-        if reads_files and not tokenizer:
-            raise UserError("data.tokenizer is not set: give --data.tokenizer a tokenizer file or folder")
-        if source == "stream" and not heldout_files:
-            raise UserError("data.heldout_files is not set: of a stream nothing can be held out but files of their own")
-        for name, given in (("files", files), ("heldout_files", heldout_files)):
-            if not reads_files and given:
-                raise UserError(f"data.{name} is set, but data.source is {source}: set data.source to text")
-        if source in ("copy", "sort") and tokenizer:
-            raise UserError(f"data.tokenizer is set, but data.source {source} generates ids and has no text")
-        if source == "prepared" and tokenizer:
-            raise UserError("data.tokenizer is set, but prepared data have their tokenizer with them: leave it out")
-        if (source == "prepared") != (bool(folder) != bool(mixture)):
-            raise UserError(
-                f"data.source is {source}, data.folder {folder or 'not set'} and data.mixture {mixture or 'not set'}: "
-                "source prepared needs one of the two, and other sources have neither"
-            )
+        _check_source(source, files, heldout_files, tokenizer, folder, mixture)
         if packing == "best_fit":
-            if source not in ("embedded", "text", "prepared") or mixture:
-                raise UserError("data.packing best_fit is for one set of tokens on disk: no stream, task or mixture")
-            if not document_masks:
-                raise UserError(
-                    "data.packing best_fit puts documents together by their lengths alone, so that none may look at "
-                    "another: set data.document_masks to true"
-                )
+            _check_best_fit(source, mixture, document_masks)
         self.source, self.files, self.heldout_files = source, files, heldout_files
         self.weights = mixture if folder is None else {folder: 1.0}
         """Prepared folders with their weights; None: another source."""
@@ -360,6 +336,47 @@ class LanguageData(L.LightningDataModule):
         assert self.policy is not None
         self.tokenizer.save(folder, self.policy)
         return folder
+
+
+def _check_source(
+    source: str,
+    files: str | list[str] | None,
+    heldout_files: str | list[str] | None,
+    tokenizer: str | None,
+    folder: str | None,
+    mixture: dict[str, float] | None,
+) -> None:
+    """Raise a :class:`UserError` where a source lacks what it needs, or is given what it has no use for."""
+    reads_files = source in ("text", "stream")
+    if reads_files and not files:
+        raise UserError("data.files is not set: give --data.files a path, a glob or a folder")
+    if reads_files and not tokenizer:
+        raise UserError("data.tokenizer is not set: give --data.tokenizer a tokenizer file or folder")
+    if source == "stream" and not heldout_files:
+        raise UserError("data.heldout_files is not set: of a stream nothing can be held out but files of their own")
+    for name, given in (("files", files), ("heldout_files", heldout_files)):
+        if not reads_files and given:
+            raise UserError(f"data.{name} is set, but data.source is {source}: set data.source to text")
+    if source in ("copy", "sort") and tokenizer:
+        raise UserError(f"data.tokenizer is set, but data.source {source} generates ids and has no text")
+    if source == "prepared" and tokenizer:
+        raise UserError("data.tokenizer is set, but prepared data have their tokenizer with them: leave it out")
+    if (source == "prepared") != (bool(folder) != bool(mixture)):
+        raise UserError(
+            f"data.source is {source}, data.folder {folder or 'not set'} and data.mixture {mixture or 'not set'}: "
+            "source prepared needs one of the two, and other sources have neither"
+        )
+
+
+def _check_best_fit(source: str, mixture: dict[str, float] | None, document_masks: bool) -> None:
+    """Raise a :class:`UserError` where documents cannot be packed by their lengths."""
+    if source not in ("embedded", "text", "prepared") or mixture:
+        raise UserError("data.packing best_fit is for one set of tokens on disk: no stream, task or mixture")
+    if not document_masks:
+        raise UserError(
+            "data.packing best_fit puts documents together by their lengths alone, so that none may look at "
+            "another: set data.document_masks to true"
+        )
 
 
 def _on_gpu(trainer: L.Trainer) -> bool:
