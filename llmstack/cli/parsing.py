@@ -18,6 +18,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
 def output_file(text: str) -> Path:
     """The type of an argument that names a file to be written: what cannot be written is refused before any work."""
     path = Path(text)

@@ -7,9 +7,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmstack.cli.parsing import Parser
+from llmstack.cli.parsing import Parser, positive
 from llmstack.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,23 +35,25 @@ def build_parser() -> argparse.ArgumentParser:
         "Slurm. The run is checked first; its script goes to RUN/slurm/ and stands alone.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes (default: 1)")
     devices = parser.add_mutually_exclusive_group(required=True)
-    devices.add_argument("--gpus-per-node", type=int, metavar="G", help="GPUs of each node, one rank each")
-    devices.add_argument("--cpu-ranks-per-node", type=int, metavar="R", help="ranks on each node that compute on CPUs")
+    devices.add_argument("--gpus-per-node", type=positive, metavar="G", help="GPUs of each node, one rank each")
+    devices.add_argument("--cpu-ranks-per-node", type=positive, metavar="R", help="ranks on each node, on its CPUs")
     parser.add_argument("--time", required=True, metavar="T", help="time limit, as 24:00:00 or 2-12")
-    parser.add_argument("--cpus-per-task", type=int, metavar="C", help="CPUs of each rank (default: the site's share)")
-    parser.add_argument("--mem", metavar="M", help="memory of each node, as 64G; 0: all (default: by the model)")
-    parser.add_argument("--min-nodes", type=int, metavar="M", help="go on with as few nodes (default: all of them)")
     parser.add_argument(
-        "--signal-seconds", type=int, metavar="S", help="seconds before the end to save at (default: by the model)"
+        "--cpus-per-task", type=positive, metavar="C", help="CPUs of a rank (default: the site's share)"
+    )
+    parser.add_argument("--mem", metavar="M", help="memory of each node, as 64G; 0: all (default: by the model)")
+    parser.add_argument("--min-nodes", type=positive, metavar="M", help="go on with so few nodes (default: all)")
+    parser.add_argument(
+        "--signal-seconds", type=positive, metavar="S", help="seconds before the end to save at (default: by the model)"
     )
     parser.add_argument("--name", metavar="NAME", help="of the job (default: that of the run folder)")
     parser.add_argument(
         "--site", metavar="FILE", help="the cluster (default: $LLMSTACK_SITE, or ~/.config/llmstack/site.yaml)"
     )
     parser.add_argument("--sweep", metavar="FILE", help="a run for each point of this grid, as one array job")
-    parser.add_argument("--at-once", type=int, metavar="K", help="points of a sweep that run together (default: all)")
+    parser.add_argument("--at-once", type=positive, metavar="K", help="points that run together (default: all)")
     parser.add_argument(
         "--evaluate", action="append", default=[], metavar="FILE", help="then perplexity over this text, and a report"
     )
@@ -68,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     from llmstack.cluster.site import Site
     from llmstack.cluster.sweep import read_sweep, write_points
 
-    if own.at_once is not None and (own.sweep is None or own.at_once < 1):
-        raise UserError("--at-once is how many points of a --sweep run together, at least 1")
+    if own.at_once is not None and own.sweep is None:
+        raise UserError("--at-once is how many points of a --sweep run together; there is no sweep here")
     site = Site.read(own.site)
     points = read_sweep(own.sweep) if own.sweep else None
     shape, root, runs, accumulate = _checked(own, configured, site, points)
@@ -136,10 +138,10 @@ def _checked(
     from llmstack.cluster.submission import Planned
     from llmstack.training.run import check, require_room
 
-    tasks = own.gpus_per_node or own.cpu_ranks_per_node
+    shape = _shape(own, site)
     # The devices are those of the nodes: here, where there may be none, CPU ranks stand for them.
-    stand_in = [f"--trainer.{name}" for name in ("accelerator=cpu", f"devices={tasks}", f"num_nodes={own.nodes}")]
-    shapes: list[Shape] = []
+    devices = (f"devices={shape.tasks}", f"num_nodes={shape.nodes}")
+    stand_in = [f"--trainer.{one}" for one in ("accelerator=cpu", *devices)]
     root: Path | None = None
     runs = []
     single: list[Point | None] = [None]
@@ -150,30 +152,25 @@ def _checked(
         if root is None:
             name = Path(own.sweep).stem if own.sweep else "-".join(names) or "default"
             root = Path(config.dir or f"runs/{name}").expanduser().absolute()
-        shapes.append(_shape(own, tasks, site, cli))
         values = configuration(cli)
-        values["trainer"]["accelerator"] = "gpu" if own.gpus_per_node else "cpu"
+        values["trainer"]["accelerator"] = "gpu" if shape.gpus else "cpu"
         path = root / point.name if point else root
         require_room(cli.model.config, RunFolder(path), config, cli.trainer.max_steps)
         runs.append(Planned(path, values))
     assert root is not None
-    return _largest(shapes), root, runs, cli.trainer.accumulate_grad_batches
+    return shape, root, runs, cli.trainer.accumulate_grad_batches
 
 
-def _largest(shapes: list[Shape]) -> Shape:
-    """All points of a sweep are tasks of one job: it asks for what the largest needs."""
-    return max(shapes, key=lambda shape: (int(shape.memory.rstrip("KMGT")), shape.lead))
-
-
-def _shape(own: argparse.Namespace, tasks: int, site: Site, cli: Any) -> Shape:
+def _shape(own: argparse.Namespace, site: Site) -> Shape:
     from llmstack.cluster.script import SHORTEST_LEAD, Shape
 
+    tasks = own.gpus_per_node or own.cpu_ranks_per_node
     share = site.cpus_per_node // tasks if site.cpus_per_node else None
     usual = GPU_RANK_CPUS if own.gpus_per_node else CPU_RANK_CPUS
     return Shape(
         nodes=own.nodes,
         tasks=tasks,
-        gpus=bool(own.gpus_per_node),
+        gpus=own.gpus_per_node is not None,
         cpus=own.cpus_per_task or share or usual,
         memory=own.mem or site.memory_per_node or "0",
         time=own.time,

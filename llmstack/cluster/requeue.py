@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.format import checkpoint_step
@@ -81,10 +83,10 @@ def note_start(path: Path) -> None:
     """Record that this process's job, if it is one, begins to train the run in ``path``."""
     if (job := Job.present()) is not None:
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
-        JobRecord(path).add("started", job.id, job.restart, nodes=nodes)
+        JobRecord(path).add("started", job.id, job.restart, nodes=nodes, step=newest_step(RunFolder(path)))
 
 
-def _why_not(run: RunFolder, job: Job, events: Sequence[dict[str, object]], step: int) -> str | None:
+def _why_not(run: RunFolder, job: Job, events: Sequence[dict[str, Any]], step: int) -> str | None:
     if run.status == "finished":
         return "the run is finished"
     facts = job_facts(job.id)
@@ -95,12 +97,13 @@ def _why_not(run: RunFolder, job: Job, events: Sequence[dict[str, object]], step
     if facts.get("JobState") == "CANCELLED":
         return "it was cancelled; submit its script again to continue"
     limits = Limits.of(run)
-    before = [event["step"] for event in events if event["event"] == "requeued"]
-    if len(before) >= limits.max_requeues:
-        return f"it has come back {len(before)} times, as often as run.max_requeues allows"
-    stalled = 0
-    while stalled < len(before) and before[-1 - stalled] == step:
-        stalled += 1
+    if job.restart >= limits.max_requeues:
+        return f"it has come back {job.restart} times, as often as run.max_requeues allows"
+    # How far each start is known to have come; those that Slurm itself had queued again only as they began.
+    reached = {
+        event["restart"]: event["step"] for event in events if event["restart"] < job.restart and "step" in event
+    }
+    stalled = len(list(takewhile(lambda restart: reached[restart] == step, sorted(reached, reverse=True))))
     if stalled >= limits.max_stalled_requeues:
         times = "once" if stalled == 1 else f"{stalled} times"
         return f"it has come back {times} (run.max_stalled_requeues) and got no further than step {step}"

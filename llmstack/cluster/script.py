@@ -37,9 +37,6 @@ class Shape:
     """With how many nodes, at least, it may go on where there are not as many as it wants; None: all."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "tasks", "cpus"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
             raise UserError(f"--min-nodes is {self.min_nodes}; it must be 1 to {self.nodes}")
         if not re.fullmatch(r"\d+[KMGT]?", self.memory):

@@ -98,7 +98,7 @@ def status_of(path: Path) -> RunStatus:
         state=state,
         reason=reason,
         job=job if submitted or of_job else None,
-        requeued=sum(event["event"] == "requeued" for event in of_job),
+        requeued=max((event["restart"] + (event["event"] == "requeued") for event in of_job), default=0),
         step=step,
         max_steps=max_steps,
         tokens=last.get("tokens_seen"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from llmstack.reports.table import Gap, GroupNumbers, RunNumbers, Spread, digits
 
@@ -43,6 +44,7 @@ def page(
     groups: Sequence[GroupNumbers],
     baseline: str,
     notes: Sequence[str],
+    evaluations: Sequence[Mapping[str, Any]],
     sections: Sequence[Section],
 ) -> str:
     """The whole page."""
@@ -58,6 +60,7 @@ def page(
         "<h2>Runs</h2>",
         _run_table(runs, baseline),
         _group_table(groups),
+        _evaluation_table(evaluations),
         *(_section(section, [run.name for run in runs]) for section in sections),
         "</body></html>\n",
     ]
@@ -103,6 +106,21 @@ def _group_table(groups: Sequence[GroupNumbers]) -> str:
         "sample standard deviation (n − 1); gap: mean − mean of the baseline's setting.</p>"
     )
     return "<h2>Over seeds</h2>" + _table(head, rows, [False] * len(rows)) + text
+
+
+def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    if not evaluations:
+        return ""
+    head = ("run", "text", "perplexity", "nats per token", "bits per byte", "tokens")
+    rows = [
+        (
+            *(one["run"], one["dataset"], _perplexity(one["perplexity"]), _loss(one["nats_per_token"])),
+            *(_loss(one["bits_per_byte"]), _whole(one["tokens"])),
+        )
+        for one in evaluations
+    ]
+    text = "<p>Perplexity over texts, by <code>llmstack perplexity</code> on the newest checkpoint of the time.</p>"
+    return "<h2>Evaluations</h2>" + _table(head, rows, [False] * len(rows)) + text
 
 
 def _section(section: Section, names: Sequence[str]) -> str:

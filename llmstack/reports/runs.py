@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,10 @@ Series = tuple[Array, Array]
 """x and y of a line."""
 Place = tuple[int | None, str]
 """Layer and site of a diagnostic; None and "" where it has none."""
+
+_SHOWN = ("dataset", "perplexity", "nats_per_token", "bits_per_byte", "tokens")
+EVALUATIONS = "evaluation"
+"""Folder in that of a run."""
 
 _SEEDS = (("seed_everything",), ("model", "seed"), ("data", "seed"), ("run", "dir"))
 """Where two configurations may differ and still be one setting."""
@@ -71,6 +76,8 @@ class Run:
     diagnostics: Diagnostics | None
     """None where nothing was diagnosed."""
     finished: bool
+    evaluations: list[dict[str, Any]]
+    """What was measured of it afterwards: the records that ``llmstack perplexity`` has written to its folder."""
 
     def points(self, column: str, over: str = "tokens_seen") -> Series:
         """``over`` and ``column`` of the rows that have both, infinite and NaN values left out."""
@@ -129,7 +136,19 @@ def read_run(path: str | Path) -> Run:
         metrics=metrics,
         diagnostics=Diagnostics.of(diagnostics) if diagnostics else None,
         finished=folder.status == "finished",
+        evaluations=list(_evaluations(folder.path / EVALUATIONS)),
     )
+
+
+def _evaluations(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("perplexity-*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            yield {
+                name: record[name] for name in ("dataset", "perplexity", "nats_per_token", "bits_per_byte", "tokens")
+            }
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is no result of llmstack perplexity ({error!r}); move it away") from error
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:

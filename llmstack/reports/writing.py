@@ -54,11 +54,14 @@ def write_report(
     notes = list(_notes(runs, rows, baseline))
     with _replaced(Path(folder)) as partial:
         sections = list(_sections(scene, partial, report))
-        (partial / PAGE).write_text(page(rows, groups, baseline.name, notes, sections), encoding="utf-8")
+        evaluations = [{"run": run.name, **record} for run in runs for record in run.evaluations]
+        text = page(rows, groups, baseline.name, notes, evaluations, sections)
+        (partial / PAGE).write_text(text, encoding="utf-8")
         numbers = {
             "baseline": baseline.name,
             "runs": [asdict(row) for row in rows],
             "groups": [asdict(group) for group in groups],
+            "evaluations": evaluations,
             "notes": notes,
             "pictures": [f"{section.name}.png" for section in sections],
         }

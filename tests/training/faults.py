@@ -44,6 +44,22 @@ class Orders(L.Callback):
             time.sleep(1)
 
 
+class Announce(L.Callback):
+    """Says that a validation has begun, and gives the test time to act on it.
+
+    Args:
+        folder: gets a file ``validating``.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *arguments: Any, **options: Any) -> None:
+        if trainer.is_global_zero and not (self.folder / "validating").exists():
+            (self.folder / "validating").touch()
+            time.sleep(0.3)
+
+
 class Record(L.Callback):
     """Writes down which samples each rank was given, and at the end what weights it holds.
 
