@@ -16,6 +16,7 @@ from llmstack.cli import (
     import_checkpoint,
     inspect,
     perplexity,
+    plan,
     prepare,
     report,
     tokenizer,
@@ -24,7 +25,7 @@ from llmstack.cli import (
 from llmstack.cli.parsing import Parser
 from llmstack.errors import Stopped, UserError
 
-CONFIGURED = {"fit": fit, "validate": validate}
+CONFIGURED = {"fit": fit, "validate": validate, "plan": plan}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
 
 SUBCOMMANDS = (tokenizer, fetch, prepare, perplexity, generate, inspect, import_checkpoint, bench, report)
