@@ -21,3 +21,13 @@ def end_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def leave_stopping_to_parent(worker: int = 0) -> None:
+    """Have a data worker (number ``worker``) ignore the signals that ask its parent to stop.
+
+    Ctrl-C and schedulers signal every process of a job, and a training that saves needs its workers. They end when
+    they are told to, or notice that the parent is gone.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Where the preset YAML files lie: inside an installed package, or beside it in a checkout."""
+"""Where preset YAML files and batch script templates lie: inside an installed package, or beside it in a checkout."""
 
 from pathlib import Path
 
@@ -9,8 +9,17 @@ _PACKAGE = Path(__file__).resolve().parent
 
 def configs_folder() -> Path:
     """Folder of the shipped configurations (``model/``, ``norm/``, ``data/``, ``trainer/``)."""
-    installed = _PACKAGE / "configs"
-    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+    return _shipped("configs")
+
+
+def slurm_folder() -> Path:
+    """Folder of the templates of batch scripts."""
+    return _shipped("slurm")
+
+
+def _shipped(name: str) -> Path:
+    installed = _PACKAGE / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
 def find_config(name: str) -> Path:

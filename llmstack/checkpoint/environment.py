@@ -63,6 +63,9 @@ def _earlier(path: Path) -> list[Any]:
     return entries
 
 
+SOURCE_FILE = "source.json"
+"""Of a package that was copied for a job: what its checkout was."""
+
 _CODE = Path(__file__)
 """Part of the code whose state is recorded."""
 
@@ -74,12 +77,17 @@ def _entry() -> dict[str, Any]:
         "pid": os.getpid(),
         "command": sys.argv,
         "folder": os.getcwd(),
-        "git": _git_state(),
+        "git": git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": package_versions(),
         "devices": _devices(),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Of the packages that a result depends on; those that are not installed are left out."""
+    return {name: version for name in _PACKAGES if (version := _version(name)) is not None}
 
 
 def _version(package: str) -> str | None:
@@ -89,8 +97,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_state() -> dict[str, Any] | None:
-    """Of the checkout that this code runs from; none if it was installed."""
+def git_state() -> dict[str, Any] | None:
+    """Commit and diff of the checkout that this code runs from, or is a copy of; none if it was installed."""
+    copied = _CODE.parents[1] / SOURCE_FILE
+    if copied.is_file():
+        return json.loads(copied.read_text(encoding="utf-8"))
     if _git("ls-files", "--error-unmatch", _CODE.name) is None:
         return None
     commit = _git("rev-parse", "--verify", "--quiet", "HEAD")

@@ -42,8 +42,8 @@ CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
 FINISHED_FILE = "run.json"
 
-_BEFORE_CONFIG = {LOCK_FILE, "logs", f".{CONFIG_FILE}.partial"}
-"""What a folder may hold before a run has started in it: a start that was killed, Slurm's output files."""
+_BEFORE_CONFIG = {LOCK_FILE, "logs", "slurm", f".{CONFIG_FILE}.partial"}
+"""What a folder may hold before a run has started in it: a start that was killed, a submitted job and its output."""
 _SHOWN_DIFFERENCES = 6
 _MISSING = object()
 _logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonargparse
+import lightning as L
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +22,7 @@ from llmstack.errors import UserError
 from llmstack.shipped import find_config
 from llmstack.store import is_remote
 from llmstack.training.datamodule import LanguageData
+from llmstack.training.launch import cluster_environment
 from llmstack.training.module import LanguageModel
 from llmstack.training.rhythm import RunConfig
 
@@ -48,6 +50,7 @@ OWNED_BY_THE_RUN = {
     **dict.fromkeys(("limit_train_batches", "overfit_batches", "fast_dev_run"), "trainer.max_steps makes a run short"),
     **dict.fromkeys(("limit_val_batches", "num_sanity_val_steps"), "a validation is always of all held-out tokens"),
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "barebones"), "a run always saves and reports"),
+    "plugins": "how its ranks were started is found out, and precision has its own option",
     "gradient_clip_algorithm": "gradients are clipped by their norm",
     "inference_mode": "it would make the compiler treat every tensor of a validation as another kind",
     "reload_dataloaders_every_n_epochs": "the data is one sequence of steps",
@@ -58,7 +61,7 @@ OWNED_BY_THE_RUN = {
 HOW_IT_RUNS = (
     *(f"trainer.{name}" for name in ("accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")),
     *("data.micro_batch_size", "data.num_workers", "model.compile", "model.activation_checkpointing"),
-    *("run.diagnose_every", "run.diagnose_attention", "run.mirror"),
+    *("run.diagnose_every", "run.diagnose_attention", "run.mirror", "run.max_requeues", "run.max_stalled_requeues"),
 )
 """Options that a run may be continued with other values of: where and how it computes, not what."""
 
@@ -81,6 +84,10 @@ class ConfiguredCLI(LightningCLI):
         parser.add_class_arguments(RunConfig, "run")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
+
+    def instantiate_trainer(self, **options: Any) -> L.Trainer:
+        """A trainer that knows who has started its ranks."""
+        return super().instantiate_trainer(plugins=[cluster_environment()], **options)
 
     def before_instantiate_classes(self) -> None:
         """Refuse trainer options that would be ignored or would break the run."""
@@ -237,6 +244,7 @@ def quiet_libraries() -> None:
         r".*all_gather_into_tensor.*is deprecated.*",
         r".*reduce_scatter_tensor.*is deprecated.*",
         r".*args parameter is intended to run from within Python.*",
+        r".*`srun` command is available on your system but is not used.*",
     ):
         warnings.filterwarnings("ignore", pattern)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from llmstack.errors import Stopped
+from llmstack.signals import StopSignals
 
 SUMMARY = "train a model from configurations, or continue its run"
 
@@ -14,9 +19,16 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0: trained to the end, now or earlier.
     """
+    signals = StopSignals()
+    with signals.from_start():
+        return _fit(arguments, signals)
+
+
+def _fit(arguments: Sequence[str], signals: StopSignals) -> int:
     from llmstack.checkpoint import Mirror, RunFolder
     from llmstack.checkpoint.files import failing_in_one_line
     from llmstack.cli.configured import HOW_IT_RUNS, configuration, parse
+    from llmstack.cluster import note_start
     from llmstack.training.run import check, train
     from llmstack.training.strategies import ending_together
 
@@ -41,13 +53,28 @@ def main(arguments: Sequence[str]) -> int:
         if run.status == "finished":
             text = f"{run.path} is finished: nothing to do (another --run.dir starts another run)"
         else:
+            if trainer.is_global_zero:
+                note_start(run.path)
             with failing_in_one_line(run.path), ending_together(trainer):
-                train(trainer, cli.model, cli.datamodule, run, config, mirror)
+                train(trainer, cli.model, cli.datamodule, run, config, signals, mirror)
             text = f"finished: {run.path}"
         if mirror is not None and trainer.is_global_zero:
             mirror.send(run)
         if trainer.is_global_zero:
             print(text, file=sys.stderr)
+    except Stopped as stop:
+        run.close()
+        raise _coming_back(stop, run.path, signals) if trainer.is_global_zero else stop from None
     finally:
         run.close()
     return 0
+
+
+def _coming_back(stop: Stopped, path: Path, signals: StopSignals) -> Stopped:
+    """Where a scheduler has stopped the run, not its user, its job is queued again; the result says so."""
+    from llmstack.cluster import Job, requeue
+
+    by_scheduler = {128 + signals.announcing: signals.announcing.name, 128 + signal.SIGTERM: "SIGTERM"}
+    if stop.status not in by_scheduler or Job.present() is None:
+        return stop
+    return Stopped(f"{stop}; {requeue(path, f'stopped by {by_scheduler[stop.status]}')}", stop.status)

@@ -17,18 +17,25 @@ from llmstack.cli import (
     inspect,
     perplexity,
     plan,
+    preflight,
     prepare,
     report,
+    requeue,
+    status,
+    submit,
     tokenizer,
     validate,
 )
 from llmstack.cli.parsing import Parser
 from llmstack.errors import Stopped, UserError
 
-CONFIGURED = {"fit": fit, "validate": validate, "plan": plan}
+CONFIGURED = {"fit": fit, "validate": validate, "plan": plan, "submit": submit}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
 
-SUBCOMMANDS = (tokenizer, fetch, prepare, perplexity, generate, inspect, import_checkpoint, bench, report)
+SUBCOMMANDS = (
+    *(tokenizer, fetch, prepare, perplexity, generate, inspect, import_checkpoint, bench, report),
+    *(status, preflight, requeue),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -240,7 +240,7 @@ def as_text(plan: Plan) -> str:
     scales = [one.gpus for one in next(iter(stages.values()))]
     lines.append("  " + f"{'':<8}" + "".join(f"{gpus:>8}" for gpus in scales))
     lines += [
-        f"  {name:<8}" + "".join(f"{one.efficiency:8.1%}".replace("%", " ") for one in each)
+        f"  {name:<8}" + "".join(f"{100 * one.efficiency:8.1f}" for one in each)
         for name, each in stages.items()
     ]
     return "\n".join([*lines, "", "assumed", *(f"  {line}" for line in plan.assumptions())])

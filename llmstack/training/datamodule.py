@@ -36,6 +36,7 @@ from llmstack.data.sources import describe_source, resolve_files
 from llmstack.data.stream import Place, StreamLoader, StreamMicroBatches, StreamSource, hashes_of
 from llmstack.errors import UserError
 from llmstack.hub import find_source, find_tokenizer
+from llmstack.processes import leave_stopping_to_parent
 from llmstack.tokenizer import BosEosPolicy, Tokenizer, load_tokenizer
 
 TASK_SAMPLES = {"train": 1_000_000, "heldout": 500}
@@ -309,7 +310,12 @@ class LanguageData(L.LightningDataModule):
     def _loading(self, trainer: L.Trainer) -> dict[str, Any]:
         workers, _ = self.workers(trainer)
         ahead = PREFETCHED if workers else None
-        return {"num_workers": workers, "prefetch_factor": ahead, "pin_memory": _on_gpu(trainer)}
+        return {
+            "num_workers": workers,
+            "prefetch_factor": ahead,
+            "pin_memory": _on_gpu(trainer),
+            "worker_init_fn": leave_stopping_to_parent,
+        }
 
     def workers(self, trainer: L.Trainer) -> tuple[int, str]:
         """Processes of each rank that read data, and why."""

@@ -34,6 +34,10 @@ class RunConfig:
     """Steps between two comparisons of the weights that all ranks must hold alike; null: never."""
     hang_minutes: float = 30.0
     """Minutes without progress of any rank after which the run ends; the first step compiles, the largest saves."""
+    max_requeues: int = 100
+    """Times that one Slurm job may be queued again by itself."""
+    max_stalled_requeues: int = 3
+    """Times that it may be so without a step in between, before it ends for good."""
     diagnose_every: int | None = 50
     """Steps between two looks inside the model, which diagnostics.csv keeps; null: never."""
     diagnose_attention: bool = False
@@ -50,6 +54,9 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"run.{name} is {value}; it must be above 0{', or null' if name in rates else ''}")
+        for name in ("max_requeues", "max_stalled_requeues"):
+            if getattr(self, name) < 0:
+                raise UserError(f"run.{name} is {getattr(self, name)}; it must be at least 0")
         if self.mirror is not None and not is_remote(self.mirror):
             raise UserError(f"run.mirror is {self.mirror}; it must be an address, as s3://bucket/name or file:///path")
         if self.keep_checkpoints < 2:

@@ -22,6 +22,7 @@ from llmstack.checkpoint import (
 from llmstack.data import bits_per_byte
 from llmstack.errors import Stopped, UserError
 from llmstack.model import Llama, ModelConfig
+from llmstack.signals import StopSignals
 from llmstack.tokenizer import load_tokenizer
 from llmstack.training.callbacks import (
     Checkpointing,
@@ -72,6 +73,7 @@ def train(
     data: LanguageData,
     run: RunFolder,
     config: RunConfig,
+    signals: StopSignals,
     mirror: Mirror | None = None,
 ) -> None:
     """Train in ``run`` from its newest good checkpoint, or from the start, to the end, and validate there.
@@ -105,7 +107,7 @@ def train(
     profiling = Profiling(run.path, profiled, memory=True) if config.profile_steps else None
     skipped = SkippedSteps(ranks, config, log)
     metrics = Metrics(run.metrics, ranks, profiling)
-    stop = StopOnSignal(ranks)
+    stop = StopOnSignal(ranks, signals)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     # In this order: a skipped step is undone before anyone counts it, what the norms measure is not taken for waiting
     # for data, and a step is saved when all is done at it.

@@ -494,9 +494,9 @@ def test_time_and_memory_grow_with_the_length_of_a_document_and_no_faster(shared
         for length in (500_000, 5_000_000):
             found = []
             for _ in range(3):
-                start = time.perf_counter()
+                start = time.process_time()
                 tokenizer.encode(text[:length])
-                found.append(time.perf_counter() - start)
+                found.append(time.process_time() - start)
             times[length] = min(found)
         assert times[5_000_000] < 12 * times[500_000], (name, times)
 

@@ -1,0 +1,182 @@
+"""``llmstack submit``: check a run, write its batch script into its folder, and submit it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmstack.cli.parsing import Parser
+from llmstack.errors import UserError
+
+if TYPE_CHECKING:
+    from llmstack.cluster.script import Shape
+    from llmstack.cluster.site import Site
+    from llmstack.cluster.submission import Planned
+    from llmstack.cluster.sweep import Point
+
+SUMMARY = "check a run, write its Slurm script, submit it"
+
+GPU_RANK_CPUS, CPU_RANK_CPUS = 8, 1
+"""CPUs of a rank where neither command nor site file say: to feed a GPU, and to be the device."""
+
+LEAST_MEMORY_GIB = 4
+"""Of a rank: Python with its libraries."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of what is not configuration."""
+    parser = Parser(
+        prog="llmstack submit",
+        description="Everything that `llmstack fit` takes (-c FILE, --dotted.override VALUE), and how to run it under "
+        "Slurm. The run is checked first; its script goes to RUN/slurm/ and stands alone.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    devices = parser.add_mutually_exclusive_group(required=True)
+    devices.add_argument("--gpus-per-node", type=int, metavar="G", help="GPUs of each node, one rank each")
+    devices.add_argument("--cpu-ranks-per-node", type=int, metavar="R", help="ranks on each node that compute on CPUs")
+    parser.add_argument("--time", required=True, metavar="T", help="time limit, as 24:00:00 or 2-12")
+    parser.add_argument("--cpus-per-task", type=int, metavar="C", help="CPUs of each rank (default: the site's share)")
+    parser.add_argument("--mem", metavar="M", help="memory of each node, as 64G; 0: all (default: by the model)")
+    parser.add_argument("--min-nodes", type=int, metavar="M", help="go on with as few nodes (default: all of them)")
+    parser.add_argument(
+        "--signal-seconds", type=int, metavar="S", help="seconds before the end to save at (default: by the model)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="of the job (default: that of the run folder)")
+    parser.add_argument(
+        "--site", metavar="FILE", help="the cluster (default: $LLMSTACK_SITE, or ~/.config/llmstack/site.yaml)"
+    )
+    parser.add_argument("--sweep", metavar="FILE", help="a run for each point of this grid, as one array job")
+    parser.add_argument("--at-once", type=int, metavar="K", help="points of a sweep that run together (default: all)")
+    parser.add_argument(
+        "--evaluate", action="append", default=[], metavar="FILE", help="then perplexity over this text, and a report"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check and print the scripts; write and submit nothing")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Submit; the numbers of the jobs go to stdout."""
+    own, configured = build_parser().parse_known_args(arguments)
+    from llmstack.cli.configured import HOW_IT_RUNS
+    from llmstack.cluster import submission
+    from llmstack.cluster.script import evaluation_script, fit_script
+    from llmstack.cluster.site import Site
+    from llmstack.cluster.sweep import read_sweep, write_points
+
+    if own.at_once is not None and (own.sweep is None or own.at_once < 1):
+        raise UserError("--at-once is how many points of a --sweep run together, at least 1")
+    site = Site.read(own.site)
+    points = read_sweep(own.sweep) if own.sweep else None
+    shape, root, runs, accumulate = _checked(own, configured, site, points)
+    for run in runs:
+        submission.refuse_other(run, HOW_IT_RUNS)
+        if not own.dry_run:
+            submission.refuse_busy(run)
+    array = None
+    if points is not None:
+        array = f"0-{len(points) - 1}" + (f"%{own.at_once}" if own.at_once else "")
+    for dataset in own.evaluate:
+        if not Path(dataset).exists():
+            raise UserError(f"--evaluate {dataset}: there is no such file")
+    code = root / "slurm" / "code" if own.dry_run else submission.snapshot_in(root)
+    quoted, log = shlex.quote(str(root)), f"{root}/logs/slurm-%j.out"
+    if array is not None:
+        place = submission.place_of(
+            f'{quoted}/$(printf %04d "$SLURM_ARRAY_TASK_ID")', f"{root}/%4a/logs/slurm-%A_%a.out", code
+        )
+    else:
+        place = submission.place_of(quoted, log, code)
+    name = own.name or root.name
+    scripts = {submission.FIT_SCRIPT: fit_script(name, shape, site, place, accumulate, array)}
+    if own.evaluate:
+        alone = _alone(shape)
+        where = submission.place_of(quoted, log, code)
+        scripts[submission.EVALUATION_SCRIPT] = evaluation_script(
+            f"{name}-evaluation", alone, site, where, points is not None, own.evaluate
+        )
+    if own.dry_run:
+        print("\n".join(scripts.values()), end="")
+        return 0
+    for one in runs:
+        submission.write_run(one)
+    if points is not None:
+        write_points(root, points)
+    job = None
+    for file, script in scripts.items():
+        job = submission.submit_script(root, script, file, after=job)
+        print(job)
+        if file == submission.FIT_SCRIPT:
+            submission.note_submitted(runs, job, array is not None)
+    print(f"submitted; where it stands: llmstack status {root}", file=sys.stderr)
+    return 0
+
+
+def _alone(shape: Shape) -> Shape:
+    """One rank of the same kind."""
+    from dataclasses import replace
+
+    return replace(shape, nodes=1, tasks=1, min_nodes=None)
+
+
+def _checked(
+    own: argparse.Namespace, configured: list[str], site: Site, points: list[Point] | None
+) -> tuple[Shape, Path, list[Planned], int]:
+    """What Slurm is asked for, the folder of the run or sweep, its runs, and the micro-batches a step accumulates.
+
+    Raises:
+        UserError: whatever would stop a run before its first step.
+    """
+    from llmstack.checkpoint import RunFolder
+    from llmstack.cli.configured import configuration, parse
+    from llmstack.cluster.submission import Planned
+    from llmstack.training.run import check, require_room
+
+    tasks = own.gpus_per_node or own.cpu_ranks_per_node
+    # The devices are those of the nodes: here, where there may be none, CPU ranks stand for them.
+    stand_in = [f"--trainer.{name}" for name in ("accelerator=cpu", f"devices={tasks}", f"num_nodes={own.nodes}")]
+    shapes: list[Shape] = []
+    root: Path | None = None
+    runs = []
+    single: list[Point | None] = [None]
+    for point in points or single:
+        cli, names = parse("submit", [*configured, *(point.arguments if point else []), *stand_in])
+        config = cli.config_init["run"]
+        check(cli.trainer, cli.model, cli.datamodule)
+        if root is None:
+            name = Path(own.sweep).stem if own.sweep else "-".join(names) or "default"
+            root = Path(config.dir or f"runs/{name}").expanduser().absolute()
+        shapes.append(_shape(own, tasks, site, cli))
+        values = configuration(cli)
+        values["trainer"]["accelerator"] = "gpu" if own.gpus_per_node else "cpu"
+        path = root / point.name if point else root
+        require_room(cli.model.config, RunFolder(path), config, cli.trainer.max_steps)
+        runs.append(Planned(path, values))
+    assert root is not None
+    return _largest(shapes), root, runs, cli.trainer.accumulate_grad_batches
+
+
+def _largest(shapes: list[Shape]) -> Shape:
+    """All points of a sweep are tasks of one job: it asks for what the largest needs."""
+    return max(shapes, key=lambda shape: (int(shape.memory.rstrip("KMGT")), shape.lead))
+
+
+def _shape(own: argparse.Namespace, tasks: int, site: Site, cli: Any) -> Shape:
+    from llmstack.cluster.script import SHORTEST_LEAD, Shape
+
+    share = site.cpus_per_node // tasks if site.cpus_per_node else None
+    usual = GPU_RANK_CPUS if own.gpus_per_node else CPU_RANK_CPUS
+    return Shape(
+        nodes=own.nodes,
+        tasks=tasks,
+        gpus=bool(own.gpus_per_node),
+        cpus=own.cpus_per_task or share or usual,
+        memory=own.mem or site.memory_per_node or "0",
+        time=own.time,
+        lead=own.signal_seconds or SHORTEST_LEAD,
+        min_nodes=own.min_nodes,
+    )

@@ -1,0 +1,133 @@
+"""Submitting a run: its folder, with all that a job needs, and the script that stands alone in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmstack.checkpoint import RunFolder
+from llmstack.checkpoint.files import failing_in_one_line, write_atomically
+from llmstack.checkpoint.run_folder import refuse_other_config
+from llmstack.cluster.record import SLURM_FOLDER, JobRecord
+from llmstack.cluster.requeue import BAD_NODES
+from llmstack.cluster.script import Place
+from llmstack.cluster.slurm import SlurmError, slurm
+from llmstack.cluster.snapshot import installed_packages, take_snapshot
+from llmstack.errors import UserError
+
+CONFIG = Path(SLURM_FOLDER) / "config.yaml"
+FIT_SCRIPT, EVALUATION_SCRIPT = "fit.sh", "evaluate.sh"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is to be submitted."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """Complete, as plain values."""
+
+
+def refuse_other(planned: Planned, free: Sequence[str]) -> None:
+    """Refuse a folder that holds another run, or a finished one.
+
+    Raises:
+        UserError: say which.
+    """
+    run = RunFolder(planned.path)
+    if run.config_path.is_file():
+        refuse_other_config(run.path, "run.dir", run.config, planned.config, free)
+    if run.status == "finished":
+        raise UserError(f"{run.path} is finished: nothing to submit (another --run.dir starts another run)")
+
+
+def refuse_busy(planned: Planned) -> None:
+    """Refuse a folder whose job waits or runs.
+
+    Raises:
+        UserError: say which, or that Slurm cannot be asked.
+    """
+    jobs = [event["job"] for event in JobRecord(planned.path).read() if event["event"] == "submitted"]
+    if jobs and queue_state(jobs[-1]) is not None:
+        raise UserError(
+            f"{planned.path}: job {jobs[-1]} of this run is waiting or running; cancel it first (llmstack cancel)"
+        )
+
+
+def queue_state(job: str) -> tuple[str, str] | None:
+    """State of a job that waits or runs, and why or where it does; None: it has ended.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    try:
+        lines = slurm("squeue", "--noheader", "--jobs", job, "--format", "%T|%R", "--states=all").splitlines()
+    except SlurmError as error:
+        if "Invalid job id" in str(error):  # so long ago that it is forgotten
+            return None
+        raise
+    for line in lines:
+        state, _, where = line.strip().partition("|")
+        if state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "STOPPED"):
+            return state, where
+    return None
+
+
+def place_of(run: str, log: str, code: Path) -> Place:
+    """Where a job of this submission works; ``run`` and ``log`` as in :class:`Place`."""
+    code_path = str(code)
+    others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    return Place(run, log, Path.cwd(), code, sys.executable, os.pathsep.join(one for one in others if one != code_path))
+
+
+def write_run(planned: Planned) -> None:
+    """Make the run's folder ready for its job: configuration, folder of the logs, list of packages."""
+    folder = planned.path / SLURM_FOLDER
+    with failing_in_one_line(planned.path):
+        folder.mkdir(parents=True, exist_ok=True)
+        (planned.path / "logs").mkdir(exist_ok=True)
+    (folder / BAD_NODES).unlink(missing_ok=True)
+    write_atomically(planned.path / CONFIG, yaml.safe_dump(dict(planned.config), sort_keys=False, allow_unicode=True))
+    write_atomically(folder / "packages.txt", installed_packages())
+
+
+def snapshot_in(path: Path) -> Path:
+    """The copy of the code in the folder of a run or a sweep."""
+    folder = path / SLURM_FOLDER
+    with failing_in_one_line(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return take_snapshot(folder)
+
+
+def submit_script(path: Path, script: str, name: str, after: str | None = None) -> str:
+    """Write a script into the folder of a run and submit it, to start when job ``after`` has ended well.
+
+    Returns:
+        The number of the job.
+
+    Raises:
+        SlurmError: Slurm does not take it; the script is there to be mended.
+    """
+    file = path / SLURM_FOLDER / name
+    write_atomically(file, script)
+    file.chmod(0o755)
+    waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    answer = slurm("sbatch", "--parsable", *waiting, str(file))
+    match = re.match(r"\d+", answer)
+    if match is None:
+        raise SlurmError(f"sbatch has answered {answer.strip()!r}, which is no job's number ({shlex.quote(str(file))})")
+    return match[0]
+
+
+def note_submitted(runs: Sequence[Planned], job: str, is_array: bool) -> None:
+    """Record the job of each run; the tasks of an array are numbered as the runs are."""
+    for number, run in enumerate(runs):
+        JobRecord(run.path).add("submitted", f"{job}_{number}" if is_array else job)
