@@ -239,8 +239,5 @@ def as_text(plan: Plan) -> str:
     stages = plan.by_stage()
     scales = [one.gpus for one in next(iter(stages.values()))]
     lines.append("  " + f"{'':<8}" + "".join(f"{gpus:>8}" for gpus in scales))
-    lines += [
-        f"  {name:<8}" + "".join(f"{100 * one.efficiency:8.1f}" for one in each)
-        for name, each in stages.items()
-    ]
+    lines += [f"  {name:<8}" + "".join(f"{100 * one.efficiency:8.1f}" for one in each) for name, each in stages.items()]
     return "\n".join([*lines, "", "assumed", *(f"  {line}" for line in plan.assumptions())])
