@@ -419,7 +419,11 @@ def require_fit(estimate: MemoryEstimate, device_memory_bytes: int, device: str 
 
 
 def _remedy(estimate: MemoryEstimate, device_memory_bytes: int) -> str:
+    sizes = _sizes(json.dumps(estimate.config.to_dict()))
     for names, layout in _changes(estimate.layout):
+        if _with_overhead(_step(sizes, layout, _states(sizes.total, layout)), layout).total > device_memory_bytes:
+            # Too much without any activation, which would take seconds to count.
+            continue
         total = training_memory(estimate.config, layout).total
         if total <= device_memory_bytes:
             return f"it fits with {' and '.join(names)} ({total / GIB:.1f} GiB)"

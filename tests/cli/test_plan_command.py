@@ -39,11 +39,22 @@ def test_the_plan_is_that_of_the_configuration(tmp_path: Path, capsys: pytest.Ca
     assert all(line in text for line in plan["assumptions"])
 
 
-def test_what_cannot_fit_is_refused_with_the_change_that_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLANNED, "--gpu-memory-gib", "2.6"]) == 2
-    err = capsys.readouterr().err.splitlines()[-1]
-    assert "of H100 80GB HBM3" in err
-    assert "it fits with" in err
+def test_what_cannot_fit_is_refused_with_the_change_that_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.json"
+    assert main([*PLANNED, "--output", str(output)]) == 0
+    memory = json.loads(output.read_text())["memory"]
+    needed = memory["moments"][memory["peak_moment"]]["total"] / 2**30
+    output.unlink()
+    capsys.readouterr()
+    assert main([*PLANNED, "--gpu-memory-gib", f"{needed - 0.01:.3f}", "--output", str(output)]) == 2
+    out, err = capsys.readouterr()
+    refusal = err.splitlines()[-1]
+    assert refusal.startswith(f"llmstack: the run needs {needed:.1f} GiB of H100 80GB HBM3 (in its ")
+    assert "it fits with model.activation_checkpointing selective" in refusal
+    assert not out
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(
