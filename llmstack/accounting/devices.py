@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from llmstack.errors import UserError
+
 
 class _Peak(NamedTuple):
     """Dense matrix TFLOP/s by type of the operands; None: the device lacks it."""
@@ -35,6 +37,50 @@ _PEAKS = {
     r"AMD Instinct MI250X": _Peak(191.5, 191.5, None, 47.9),
     r"AMD Instinct MI300X( OAM)?": _Peak(1307.4, 1307.4, None, 163.4),
 }
+
+
+class Gpu(NamedTuple):
+    """What a plan needs to know of a GPU beside its peak. Rates are of one GPU, in one direction."""
+
+    memory_gib: float
+    """What PyTorch reports as its memory, rounded down."""
+    nvlink_gbps: float
+    """Gbit/s to the other GPUs of its node: NVLink, or PCIe where it has none."""
+    network_gbps: float
+    """Gbit/s to other nodes: what its maker's own system (DGX, HGX) has for each GPU, or 25 where there is none."""
+    watts: float
+    """Most that its board draws."""
+
+
+GPUS = {
+    "V100-SXM2-32GB": Gpu(31.7, 1200, 100, 300),
+    "A100-SXM4-40GB": Gpu(39.4, 2400, 200, 400),
+    "A100-SXM4-80GB": Gpu(79.1, 2400, 200, 400),
+    "A100 80GB PCIe": Gpu(79.1, 256, 25, 300),
+    "A10G": Gpu(22.0, 256, 25, 300),
+    "H100 80GB HBM3": Gpu(79.1, 3600, 400, 700),
+    "H100 PCIe": Gpu(79.1, 512, 25, 350),
+    "H200": Gpu(139.8, 3600, 400, 700),
+    "B200": Gpu(178.0, 7200, 400, 1000),
+    "L4": Gpu(22.0, 256, 25, 72),
+    "L40S": Gpu(44.4, 256, 25, 350),
+    "GeForce RTX 4090": Gpu(23.5, 256, 25, 450),
+}
+"""By their names as for :func:`device_peak_flops`; from the same datasheets and those of DGX-1V, DGX A100, H100, H200
+and B200. NVLink: half of the total that sheets add up over both directions (H100: 900 GB/s -> 450 GB/s = 3600 Gbit/s);
+PCIe 4.0 x16: 256, 5.0: 512."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+        UserError: it is not in the table; the message lists those that are.
+    """
+    gpu = GPUS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
+    if gpu is None:
+        raise UserError(f"no GPU '{name}' (there are: {', '.join(GPUS)})")
+    return gpu
 
 
 def device_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -109,12 +109,20 @@ class ConfiguredCLI(LightningCLI):
             raise UserError(f"trainer.gradient_clip_val is {clip}; it must be above 0, or null for no clipping")
 
 
-def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
+class DescribingCLI(ConfiguredCLI):
+    """The checked configuration alone: nothing of it is built, so neither data nor devices have to be there."""
+
+    def instantiate_classes(self) -> None:
+        """Nothing."""
+
+
+def parse(command: str, arguments: Sequence[str], kind: type[ConfiguredCLI] = ConfiguredCLI) -> tuple[Any, list[str]]:
     """Build everything the configuration describes, without starting it.
 
     Args:
         command: name shown in the help.
         arguments: what follows the subcommand.
+        kind: what reads it.
 
     Returns:
         The CLI object (``model``, ``datamodule``, ``trainer``, ``config``, ``config_init``) and the names of the
@@ -127,7 +135,7 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
     quiet_libraries()
     try:
         with _one_line_errors():
-            cli = ConfiguredCLI(
+            cli = kind(
                 LanguageModel,
                 LanguageData,
                 args=arguments,
@@ -149,6 +157,16 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, list[str]]:
     except PARSER_ERRORS as error:
         raise UserError(_one_line(error)) from error
     return cli, names
+
+
+def described(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The complete configuration as plain values, of which nothing is built.
+
+    Raises:
+        UserError: as :func:`parse`, where the values themselves tell.
+    """
+    cli, _ = parse(command, arguments, DescribingCLI)
+    return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))
 
 
 def configuration(cli: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from llmstack.cli import (
     import_checkpoint,
     inspect,
     perplexity,
+    plan,
     preflight,
     prepare,
     report,
@@ -28,7 +29,7 @@ from llmstack.cli import (
 from llmstack.cli.parsing import Parser
 from llmstack.errors import Stopped, UserError
 
-CONFIGURED = {"fit": fit, "validate": validate, "submit": submit}
+CONFIGURED = {"fit": fit, "validate": validate, "plan": plan, "submit": submit}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
 
 SUBCOMMANDS = (

@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
 """Size of one chunk of fp32 logits: on a CPU small against the model; on a GPU large enough for full matrix speed."""
 
-_SLAB_ROWS = 16384
+SLAB_ROWS = 16384
 """Rows of the weight gradient that one low-precision product covers before it is added in fp32."""
 
 LossKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -140,17 +140,22 @@ def _accumulate(grad_weight: Tensor, grad_logits: Tensor, hidden: Tensor) -> Non
     if grad_logits.dtype == grad_weight.dtype:
         grad_weight.addmm_(grad_logits.T, hidden)
         return
-    for start in range(0, grad_weight.shape[0], _SLAB_ROWS):
-        slab = slice(start, start + _SLAB_ROWS)
+    for start in range(0, grad_weight.shape[0], SLAB_ROWS):
+        slab = slice(start, start + SLAB_ROWS)
         grad_weight[slab] += grad_logits[:, slab].T @ hidden
+
+
+def chunk_rows(tokens: int, vocab_size: int, device_type: str) -> int:
+    """Rows of the logits that exist at one time, of ``tokens`` in all, on a device of that type (`cpu`, `cuda`)."""
+    limit = max(_CHUNK_BYTES.get(device_type, 2**29) // (4 * vocab_size), 1)
+    count = max(-(-tokens // limit), 1)
+    return -(-tokens // count)
 
 
 def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
     """Equal chunks of tokens (the last padded, so that a compiled kernel sees one shape) and the rows each covers."""
     tokens = hidden.shape[0]
-    limit = max(_CHUNK_BYTES.get(hidden.device.type, 2**29) // (4 * weight.shape[0]), 1)
-    count = max(-(-tokens // limit), 1)
-    size = -(-tokens // count)
+    size = chunk_rows(tokens, weight.shape[0], hidden.device.type)
     chunks = []
     for start in range(0, tokens, size):
         rows = slice(start, min(start + size, tokens))

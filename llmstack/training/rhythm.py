@@ -64,6 +64,11 @@ class RunConfig:
         if self.profile_steps is not None:
             self.steps_to_profile()
 
+    def checkpoints_on_disk(self, max_steps: int) -> int:
+        """How many there are at most: those that are kept, and one more while the next is written."""
+        every = max_steps // self.keep_every if self.keep_every else 0
+        return self.keep_checkpoints + self.keep_best + every + 1
+
     def validation_due(self, step: int) -> bool:
         """Whether ``step`` is followed by a validation during training."""
         return self.validate_every is not None and step % self.validate_every == 0

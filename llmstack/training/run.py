@@ -148,9 +148,7 @@ def require_room(model: ModelConfig, run: RunFolder, config: RunConfig, max_step
     """
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Llama(model).state_dict().items()}
-    kept = config.keep_checkpoints + config.keep_best + (max_steps // config.keep_every if config.keep_every else 0)
-    # One more while the next is written.
-    require_disk_space(run, checkpoint_bytes(shapes), kept + 1)
+    require_disk_space(run, checkpoint_bytes(shapes), config.checkpoints_on_disk(max_steps))
 
 
 def _summary(trainer: L.Trainer, data: LanguageData) -> str:

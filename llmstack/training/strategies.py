@@ -154,7 +154,7 @@ class Zero(DeepSpeedStrategy):
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         super().__init__(config={})
         self.stage, self.offload = stage, offload
-        self.extra = _read_settings(config)
+        self.extra = read_settings(config)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -255,7 +255,12 @@ class Zero(DeepSpeedStrategy):
         return engine, wrapped
 
 
-def _read_settings(config: dict[str, Any] | str | None) -> dict[str, Any]:
+def read_settings(config: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Settings of DeepSpeed, given as a mapping or in a JSON file.
+
+    Raises:
+        UserError: the file is unreadable.
+    """
     if not isinstance(config, str):
         return dict(config or {})
     try:
