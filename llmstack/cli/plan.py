@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmstack.cli.parsing import Parser, output_file
+from llmstack.cli.parsing import Parser, output_file, positive
 
 if TYPE_CHECKING:
     from llmstack.accounting import Hardware, Layout, Plan, Speed
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         print(own.format_help(), "and the options of the configuration:\n", flush=True)
     values = described("plan", rest)
     hardware = _hardware(options)
-    config, layout = _model(values), _layout(values, hardware)
+    config, layout = _model(values), layout_of(values, hardware.gpus)
     speed = _speed(options, config, layout, hardware)
     print("counting what the model keeps for its backward pass ...", file=sys.stderr, flush=True)
     steps = values["trainer"]["max_steps"]
@@ -56,9 +56,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _own_options() -> argparse.ArgumentParser:
     own = Parser(prog="llmstack plan", add_help=False, allow_abbrev=False)
-    own.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes of the job (default: %(default)s)")
+    own.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes of the job (default: %(default)s)")
     own.add_argument(
-        "--gpus-per-node", type=_positive, default=8, metavar="G", help="GPUs of each (default: %(default)s)"
+        "--gpus-per-node", type=positive, default=8, metavar="G", help="GPUs of each (default: %(default)s)"
     )
     own.add_argument(
         "--gpu", default="H100 80GB HBM3", metavar="NAME", help="as PyTorch names it (default: %(default)s)"
@@ -96,13 +96,6 @@ def _own_options() -> argparse.ArgumentParser:
     )
     own.add_argument("--output", type=output_file, metavar="F.json", help="write the plan there as JSON, too")
     return own
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least 1")
-    return value
 
 
 def _above_zero(text: str) -> float:
@@ -152,7 +145,12 @@ def _model(values: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _layout(values: dict[str, Any], hardware: Hardware) -> Layout:
+def layout_of(values: dict[str, Any], ranks: int) -> Layout:
+    """How a complete configuration spreads a model over so many devices.
+
+    Raises:
+        UserError: it does not say how they share the work.
+    """
     from llmstack.accounting import GATHERED_ELEMENTS, Layout
     from llmstack.errors import UserError
     from llmstack.training.strategies import BUCKET, read_settings
@@ -161,15 +159,15 @@ def _layout(values: dict[str, Any], hardware: Hardware) -> Layout:
     sharded: dict[str, Any] = {}
     if isinstance(strategy, dict) and strategy["class_path"].endswith(".Zero"):
         sharded = strategy["init_args"]
-    elif not isinstance(strategy, dict) and hardware.gpus > 1:
+    elif not isinstance(strategy, dict) and ranks > 1:
         raise UserError(
-            f"the plan is for {hardware.gpus} GPUs, but does not say how they share the work: add -c trainer/ddp.yaml, "
+            f"the plan is for {ranks} GPUs, but does not say how they share the work: add -c trainer/ddp.yaml, "
             "zero1.yaml, zero2.yaml, zero3.yaml or zero3_offload.yaml"
         )
     settings = read_settings(sharded.get("config")).get("zero_optimization", {})
     return Layout(
         stage=sharded.get("stage", 0),
-        ranks=hardware.gpus,
+        ranks=ranks,
         offload=sharded.get("offload", False),
         micro_batch_size=values["data"]["micro_batch_size"],
         block_size=values["data"]["block_size"],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmstack.cli.parsing import Parser, positive
 from llmstack.errors import UserError
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
     from llmstack.cluster.site import Site
     from llmstack.cluster.submission import Planned
     from llmstack.cluster.sweep import Point
+    from llmstack.model import ModelConfig
 
 SUMMARY = "check a run, write its Slurm script, submit it"
 
 GPU_RANK_CPUS, CPU_RANK_CPUS = 8, 1
 """CPUs of a rank where neither command nor site file say: to feed a GPU, and to be the device."""
 
-LEAST_MEMORY_GIB = 4
-"""Of a rank: Python with its libraries."""
+SAVING_BYTES_PER_SECOND = 5e8
+"""Assumed of a shared file system that is busy."""
+
+LAST_STEP_SECONDS = 60
+"""For the step in progress, and what may follow it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,9 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     array = None
     if points is not None:
         array = f"0-{len(points) - 1}" + (f"%{own.at_once}" if own.at_once else "")
-    for dataset in own.evaluate:
-        if not Path(dataset).exists():
-            raise UserError(f"--evaluate {dataset}: there is no such file")
+    _check_evaluations(own.evaluate)
     code = root / "slurm" / "code" if own.dry_run else submission.snapshot_in(root)
     quoted, log = shlex.quote(str(root)), f"{root}/logs/slurm-%j.out"
     if array is not None:
@@ -118,6 +121,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _check_evaluations(files: list[str]) -> None:
+    for file in files:
+        if not Path(file).exists():
+            raise UserError(f"--evaluate {file}: there is no such file")
+    names = [Path(file).name for file in files]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--evaluate: two files are called {name}, and so would their results be")
+
+
 def _alone(shape: Shape) -> Shape:
     """One rank of the same kind."""
     from dataclasses import replace
@@ -143,7 +156,7 @@ def _checked(
     devices = (f"devices={shape.tasks}", f"num_nodes={shape.nodes}")
     stand_in = [f"--trainer.{one}" for one in ("accelerator=cpu", *devices)]
     root: Path | None = None
-    runs = []
+    runs, shapes = [], []
     single: list[Point | None] = [None]
     for point in points or single:
         cli, names = parse("submit", [*configured, *(point.arguments if point else []), *stand_in])
@@ -156,9 +169,12 @@ def _checked(
         values["trainer"]["accelerator"] = "gpu" if shape.gpus else "cpu"
         path = root / point.name if point else root
         require_room(cli.model.config, RunFolder(path), config, cli.trainer.max_steps)
+        shapes.append(_sized(shape, own, site, cli.model.config, values))
         runs.append(Planned(path, values))
     assert root is not None
-    return shape, root, runs, cli.trainer.accumulate_grad_batches
+    # The points of a sweep are tasks of one job: it asks for what the largest needs.
+    largest = max(shapes, key=lambda one: (int(one.memory.rstrip("KMGT")), one.lead))
+    return largest, root, runs, cli.trainer.accumulate_grad_batches
 
 
 def _shape(own: argparse.Namespace, site: Site) -> Shape:
@@ -176,4 +192,36 @@ def _shape(own: argparse.Namespace, site: Site) -> Shape:
         time=own.time,
         lead=own.signal_seconds or SHORTEST_LEAD,
         min_nodes=own.min_nodes,
+    )
+
+
+def _sized(shape: Shape, own: argparse.Namespace, site: Site, model: ModelConfig, values: dict[str, Any]) -> Shape:
+    """The shape with the memory that the run needs and the time that it needs to save.
+
+    Raises:
+        UserError: the site's GPUs cannot hold the run.
+    """
+    from dataclasses import replace
+
+    from llmstack.accounting import count_parameters, find_gpu, host_memory_bytes, require_fit, training_memory
+    from llmstack.cli.plan import layout_of
+    from llmstack.cluster.script import SHORTEST_LEAD
+
+    layout = layout_of(values, shape.nodes * shape.tasks)
+    parameters = count_parameters(model).total
+    memory = host_memory_bytes(parameters, layout, shape.tasks)
+    if not shape.gpus:
+        memory += shape.tasks * training_memory(model, layout).total
+    elif site.gpu is not None:
+        require_fit(training_memory(model, layout), int(find_gpu(site.gpu).memory_gib * 2**30), site.gpu)
+    else:
+        print(
+            "whether the GPUs can hold the run is not checked: the site file does not say what they are",
+            file=sys.stderr,
+        )
+    saving = LAST_STEP_SECONDS + 12 * parameters / SAVING_BYTES_PER_SECOND
+    return replace(
+        shape,
+        memory=own.mem or site.memory_per_node or f"{-(-memory // 2**30)}G",
+        lead=own.signal_seconds or max(SHORTEST_LEAD, 30 * math.ceil(saving / 30)),
     )

@@ -126,7 +126,7 @@ def evaluation_script(name: str, shape: Shape, site: Site, place: Place, sweep: 
     select = 'RUN=$("$PYTHON" -m llmstack status "$RUN" --best)\n' if sweep else ""
     lines = [
         f'"$PYTHON" -m llmstack perplexity "$RUN" --dataset {shlex.quote(dataset)} '
-        f'--output "$RUN/evaluation/perplexity-{_slug(dataset)}.json"'
+        f'--output "$RUN/evaluation/perplexity-{_slug(Path(dataset).name)}.json"'
         for dataset in datasets
     ]
     work = _filled("evaluate", select=select, evaluations="\n".join(lines))

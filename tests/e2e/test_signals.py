@@ -71,5 +71,5 @@ def test_signals_at_any_moment_do_no_harm(each: int, tmp_path: Path) -> None:
             read_checkpoint(path)
         if moment in ("save", "validation"):
             assert rows_of(run)[-1]["step"] == RunFolder(run).newest_checkpoint().step, told  # type: ignore[union-attr]
-    finished(run, *layout, base=COMPILED, output=tmp_path)
+    finished(run, *layout, *slow, base=COMPILED, output=tmp_path)
     assert exact_rows(run) == exact_rows(tmp_path / "whole")

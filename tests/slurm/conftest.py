@@ -91,9 +91,11 @@ class Cluster:
     def stop(self) -> None:
         subprocess.run(["scancel", "--user=root"], env=self.environ, timeout=60)
         self.wait_for(lambda: not self.run("squeue", "-h").strip(), 60)
-        for file in self.folder.glob("*.pid"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(file.read_text()), signal.SIGTERM)
+        daemons = [int(file.read_text()) for file in self.folder.glob("*.pid")]
+        for daemon in daemons:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(daemon, signal.SIGTERM)
+        self.wait_for(lambda: not any(Path(f"/proc/{daemon}").exists() for daemon in daemons), 60)
 
     @property
     def environ(self) -> dict[str, str]:
@@ -150,7 +152,10 @@ def _start_munge() -> None:
 
     def works() -> bool:
         coded = subprocess.run(["munge", "-n"], capture_output=True)
-        return coded.returncode == 0 and subprocess.run(["unmunge"], input=coded.stdout).returncode == 0
+        return (
+            coded.returncode == 0
+            and subprocess.run(["unmunge"], input=coded.stdout, stdout=subprocess.DEVNULL).returncode == 0
+        )
 
     if works():
         return

@@ -109,7 +109,7 @@ def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
 def uninterrupted(tmp_path: Path, *arguments: str) -> Path:
     """The same run on two bare ranks, without Slurm."""
     run = tmp_path / "uninterrupted"
-    finished(run, *ZERO2, "--trainer.devices", "2", "--trainer.accelerator", "cpu", *arguments)
+    finished(run, *ZERO2, *arguments, "--trainer.devices", "2", "--trainer.accelerator", "cpu")
     return run
 
 
@@ -243,12 +243,12 @@ def test_what_would_fail_again_is_not_queued_again(submit: Any, tmp_path: Path) 
     tokenizer = tmp_path / "tokenizer"
     train = ["tokenizer", "train", "--files", str(text), "--vocab-size", "300", "--out", str(tokenizer)]
     assert main(train) == 0
-    held = ["--begin=now+5"]
     site = tmp_path / "site.yaml"
-    site.write_text(f"sbatch: {held}\n")
+    site.write_text("sbatch: [--hold]\n")
     data += ["--data.tokenizer", str(tokenizer), "--site", str(site)]
     run = submit("run", *data, *ON_TWO_NODES, "--time", "30")
     text.unlink()
+    run.cluster.run("scontrol", "release", run.job)
     run.wait_for_state("FAILED", 120)
     said = run.told()
     for node in ("n1", "n2"):
@@ -261,11 +261,12 @@ def test_what_would_fail_again_is_not_queued_again(submit: Any, tmp_path: Path) 
 @pytest.mark.timeout(300)
 def test_code_that_has_changed_stops_the_job(submit: Any, tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
-    site.write_text("sbatch: ['--begin=now+5']\n")
+    site.write_text("sbatch: [--hold]\n")
     run = submit("run", "--trainer.max_steps", "5", "--site", str(site), *ON_TWO_NODES, "--time", "30")
     (code,) = (run.path / "slurm").glob("code-*")
     with open(code / "llmstack" / "errors.py", "a") as file:
         file.write("# another line\n")
+    run.cluster.run("scontrol", "release", run.job)
     run.wait_for_state("FAILED", 120)
     assert f"the code of this job, {code}, is gone or changed" in run.told()
     assert run.events("requeued") == []
