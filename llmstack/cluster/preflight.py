@@ -25,6 +25,7 @@ import torch.distributed as dist
 from llmstack.checkpoint.environment import package_versions
 from llmstack.cluster.record import SLURM_FOLDER
 from llmstack.cluster.requeue import BAD_NODES
+from llmstack.cluster.snapshot import PACKAGES
 from llmstack.errors import Stopped, UserError
 
 MEETING_SECONDS = 120.0
@@ -95,13 +96,13 @@ def check_ranks(path: Path, config: dict[str, Any], rank: int, world: int, local
     """
     gpus = config["trainer"]["accelerator"] == "gpu"
     report = _Report(node_name(), 0.0, package_versions(), _device(gpus, local))
-    report.faults += _unseen(path, config)
+    report.faults += [*_unseen(path, config), *_changed(path, report.versions)]
     report.broken += _unfit(gpus, local)
     store = _meet(rank, world, meeting, _per_node(config, world))
     report.clock = time.time()
     reports = [_Report(**one) for one in _exchange(store, rank, world, asdict(report))]
     faults = [f"node {one.node}: {fault}" for one in reports for fault in one.faults]
-    faults += _differing(reports)
+    faults += _differing([one for one in reports if not one.broken])
     broken = {one.node: one.broken for one in reports if one.broken}
     if broken and rank == 0:
         _note_bad_nodes(path, list(broken))
@@ -146,6 +147,16 @@ def _unseen(path: Path, config: dict[str, Any]) -> Iterator[str]:
         mark.unlink()
     except OSError as error:
         yield f"{path} cannot be written ({error.strerror}); choose a --run.dir on a file system that all nodes share"
+
+
+def _changed(path: Path, versions: dict[str, str]) -> Iterator[str]:
+    """What is no longer as it was when the run was submitted."""
+    lines = (path / SLURM_FOLDER / PACKAGES).read_text(encoding="utf-8").split()
+    then = dict(line.split("==", 1) for line in lines)
+    for name, version in versions.items():
+        before = then.get(name.replace("_", "-"), then.get(name))
+        if before != version:
+            yield f"{name} is {version}, and was {before} when the run was submitted: submit it again"
 
 
 def _unfit(gpus: bool, local: int) -> Iterator[str]:
@@ -223,8 +234,7 @@ def _exchange(store: dist.Store, rank: int, world: int, value: Any) -> list[Any]
 
 
 def _differing(reports: Sequence[_Report]) -> Iterator[str]:
-    first = reports[0]
-    for one in reports[1:]:
+    for first, one in ((reports[0], one) for one in reports[1:]):
         other = {name: version for name, version in one.versions.items() if first.versions.get(name) != version}
         if other or one.versions.keys() != first.versions.keys():
             shown = ", ".join(f"{name} {version}" for name, version in sorted(other.items())[:3]) or "fewer packages"

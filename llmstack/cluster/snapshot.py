@@ -16,6 +16,9 @@ from llmstack.shipped import configs_folder, slurm_folder
 
 SUMS = "SHA256SUMS"
 
+PACKAGES = "packages.txt"
+"""File beside the copy: :func:`installed_packages` when the run was submitted."""
+
 
 def take_snapshot(folder: Path) -> Path:
     """Copy the package, with its configurations and templates, to ``folder/code-<digest>``.

@@ -20,7 +20,7 @@ from llmstack.cluster.record import SLURM_FOLDER, JobRecord
 from llmstack.cluster.requeue import BAD_NODES
 from llmstack.cluster.script import Place
 from llmstack.cluster.slurm import SlurmError, slurm
-from llmstack.cluster.snapshot import installed_packages, take_snapshot
+from llmstack.cluster.snapshot import PACKAGES, installed_packages, take_snapshot
 from llmstack.errors import UserError
 
 CONFIG = Path(SLURM_FOLDER) / "config.yaml"
@@ -96,7 +96,7 @@ def write_run(planned: Planned) -> None:
         (planned.path / "logs").mkdir(exist_ok=True)
     (folder / BAD_NODES).unlink(missing_ok=True)
     write_atomically(planned.path / CONFIG, yaml.safe_dump(dict(planned.config), sort_keys=False, allow_unicode=True))
-    write_atomically(folder / "packages.txt", installed_packages())
+    write_atomically(folder / PACKAGES, installed_packages())
 
 
 def snapshot_in(path: Path) -> Path:

@@ -31,7 +31,7 @@ POISONED = [3, 6, 7, 9]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "layout",
-    ["single", "zero2 on 2", *(pytest.param(name, marks=full) for name in ("ddp on 2", "zero1 on 1", "zero3 on 2"))],
+    ["single", *(pytest.param(name, marks=full) for name in ("ddp on 2", "zero1 on 1", "zero2 on 2", "zero3 on 2"))],
 )
 def test_a_poisoned_step_leaves_no_trace(layout: str, tmp_path: Path) -> None:
     """On no rank, though one alone was hit; too many in a row end the run, and the same command goes on after them."""
@@ -85,7 +85,8 @@ WHOLE = ["--trainer.max_steps", "60", "--run.checkpoint_every", "10", "--run.val
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("layout", ["ddp on 2", pytest.param("zero2 on 2", marks=full)])
+@full
+@pytest.mark.parametrize("layout", ["ddp on 2", "zero2 on 2"])
 def test_a_run_outlives_what_happens_to_its_ranks(layout: str, tmp_path: Path) -> None:
     """A spoilt step, signals, a second start on its folder, and kills: it ends like the run that had only the first."""
     arguments = [*LAYOUTS[layout], *WHOLE]

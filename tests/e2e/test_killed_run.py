@@ -94,7 +94,8 @@ def test_norms_killed_while_they_are_measured_and_removed(llmstack: Command, tmp
         assert ends[0].read_bytes() == ends[1].read_bytes(), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_at_the_step_and_says_so(llmstack: Command, tmp_path: Path, number: signal.Signals) -> None:
     """Exit status 128 + signal, a checkpoint of the very step, and the rest of the run is as if nothing had been."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -73,3 +73,38 @@ def test_signals_at_any_moment_do_no_harm(each: int, tmp_path: Path) -> None:
             assert rows_of(run)[-1]["step"] == RunFolder(run).newest_checkpoint().step, told  # type: ignore[union-attr]
     finished(run, *layout, *slow, base=COMPILED, output=tmp_path)
     assert exact_rows(run) == exact_rows(tmp_path / "whole")
+
+
+def test_without_scontrol_it_saves_and_says_so(tmp_path: Path) -> None:
+    """As in a container; a task of an array; and with a handler that somebody else has set for the signal."""
+    run = tmp_path / "run"
+    slow = callbacks(tmp_path, Orders={"folder": str(tmp_path), "pace": 0.05}, OwnHandler={"folder": str(tmp_path)})
+    variables = {"SLURM_JOB_ID": "11", "SLURM_STEP_ID": "0", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "2"}
+    arguments = [*LAYOUTS["single"], *RHYTHM, "--trainer.max_steps", "400", *slow]
+    with Job(run, *arguments, PATH="/nowhere", **variables) as job:
+        job.wait_until_at(5)
+        os.kill(job.process.pid, signal.SIGUSR1)
+        assert job.end(BOUND) == 128 + signal.SIGUSR1
+    step = rows_of(run)[-1]["step"]
+    assert read_checkpoint(RunFolder(run).checkpoints()[-1]).step == step
+    assert (tmp_path / "handled").exists()
+    last = job.output.splitlines()[-1]
+    assert f"is saved at step {step} of 400" in last
+    assert "job 9_2 was not queued again: there is no scontrol on this machine" in last
+
+
+def test_another_signal_announces_the_end_where_it_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    slow = callbacks(tmp_path, Orders={"folder": str(tmp_path), "pace": 0.05})
+    arguments = [*LAYOUTS["single"], *RHYTHM, "--trainer.max_steps", "400", *slow]
+    with Job(run, *arguments, LLMSTACK_STOP_SIGNAL="SIGUSR2") as job:
+        job.wait_until_at(5)
+        os.kill(job.process.pid, signal.SIGUSR2)
+        assert job.end(BOUND) == 128 + signal.SIGUSR2
+    assert read_checkpoint(RunFolder(run).checkpoints()[-1]).step == rows_of(run)[-1]["step"]
+
+
+def test_a_signal_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with Job(tmp_path / "run", LLMSTACK_STOP_SIGNAL="USR9") as job:
+        assert job.end(60) == 2
+    assert job.output == "llmstack: LLMSTACK_STOP_SIGNAL is USR9; it must name a signal, as USR1\n"

@@ -270,3 +270,28 @@ def test_code_that_has_changed_stops_the_job(submit: Any, tmp_path: Path) -> Non
     run.wait_for_state("FAILED", 120)
     assert f"the code of this job, {code}, is gone or changed" in run.told()
     assert run.events("requeued") == []
+
+
+@full
+@pytest.mark.timeout(900)
+def test_a_lost_node_is_left_behind(submit: Any, tmp_path: Path, cluster: Cluster) -> None:
+    """Its daemon and all its processes are gone at once; Slurm queues the job again, and it goes on with the other node
+    alone, which accumulates twice: the same samples, and to rounding the same losses.
+    """
+    pace = callbacks(tmp_path, Orders={"folder": str(tmp_path), "pace": 0.2})
+    options = ["--trainer.max_steps", "40", "--run.checkpoint_every", "5", "--run.validate_every", "null"]
+    run = submit("run", *options, *pace, *ON_TWO_NODES, "--min-nodes", "1", "--time", "30")
+    run.wait_until_at(8)
+    lost = run.processes()[1]
+    stepd = int(Path(f"/proc/{lost}/stat").read_text().rpartition(")")[2].split()[1])
+    try:
+        for process in (int((cluster.folder / "slurmd-n2.pid").read_text()), stepd, lost):
+            os.kill(process, signal.SIGKILL)
+        run.wait_for_state("COMPLETED", 420)
+        assert run.events("started")[-1]["nodes"] == "n1"
+        assert [row["step"] for row in rows_of(run.path)] == list(range(1, 41))
+        whole = uninterrupted(tmp_path, *options)
+        losses = [[row["loss"] for row in rows_of(path)] for path in (run.path, whole)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    finally:
+        cluster.start_node("n2")
