@@ -54,7 +54,7 @@ print(list(Generator(loaded, max_length=16).stream([1, 2], 4, Sampling())))
 LIGHT = ["model", "checkpoint", "inference", "training.step", "training.optim", "training.diagnostics", "accounting"]
 
 
-@pytest.mark.parametrize("room", [*LIGHT, "bench.norm"])
+@pytest.mark.parametrize("room", [*LIGHT, "bench.norm", "cluster.submission", "cluster.status"])
 def test_light_rooms_load_nothing_heavy(room: str) -> None:
     code = f"import sys, llmstack.{room}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
