@@ -71,54 +71,50 @@ def main(arguments: Sequence[str]) -> int:
     own, configured = build_parser().parse_known_args(arguments)
     from llmstack.cli.configured import HOW_IT_RUNS
     from llmstack.cluster import submission
-    from llmstack.cluster.script import evaluation_script, fit_script
     from llmstack.cluster.site import Site
-    from llmstack.cluster.sweep import read_sweep, write_points
+    from llmstack.cluster.sweep import read_sweep
 
     if own.at_once is not None and own.sweep is None:
         raise UserError("--at-once is how many points of a --sweep run together; there is no sweep here")
+    _check_evaluations(own.evaluate)
     site = Site.read(own.site)
     points = read_sweep(own.sweep) if own.sweep else None
     shape, root, runs, accumulate = _checked(own, configured, site, points)
     for run in runs:
         submission.refuse_other(run, HOW_IT_RUNS)
-        if not own.dry_run:
-            submission.refuse_busy(run)
-    array = None
-    if points is not None:
-        array = f"0-{len(points) - 1}" + (f"%{own.at_once}" if own.at_once else "")
-    _check_evaluations(own.evaluate)
-    code = root / "slurm" / "code" if own.dry_run else submission.snapshot_in(root)
-    quoted, log = shlex.quote(str(root)), f"{root}/logs/slurm-%j.out"
-    if array is not None:
-        place = submission.place_of(
-            f'{quoted}/$(printf %04d "$SLURM_ARRAY_TASK_ID")', f"{root}/%4a/logs/slurm-%A_%a.out", code
-        )
-    else:
-        place = submission.place_of(quoted, log, code)
-    name = own.name or root.name
-    scripts = {submission.FIT_SCRIPT: fit_script(name, shape, site, place, accumulate, array)}
-    if own.evaluate:
-        alone = _alone(shape)
-        where = submission.place_of(quoted, log, code)
-        scripts[submission.EVALUATION_SCRIPT] = evaluation_script(
-            f"{name}-evaluation", alone, site, where, points is not None, own.evaluate
-        )
+    scripts = _scripts(own, shape, root, site, accumulate, points)
     if own.dry_run:
         print("\n".join(scripts.values()), end="")
         return 0
-    for one in runs:
-        submission.write_run(one)
-    if points is not None:
-        write_points(root, points)
-    job = None
-    for file, script in scripts.items():
-        job = submission.submit_script(root, script, file, after=job)
+    for job in submission.submit(root, runs, points, scripts):
         print(job)
-        if file == submission.FIT_SCRIPT:
-            submission.note_submitted(runs, job, array is not None)
-    print(f"submitted; where it stands: llmstack status {root}", file=sys.stderr)
+    print(f"submitted; where it stands: llmstack status {shlex.quote(str(root))}", file=sys.stderr)
     return 0
+
+
+def _scripts(
+    own: argparse.Namespace, shape: Shape, root: Path, site: Site, accumulate: int, points: list[Point] | None
+) -> dict[str, str]:
+    """The text of each script by the name of its file, in the order of their jobs."""
+    from dataclasses import replace
+
+    from llmstack.cluster import submission
+    from llmstack.cluster.script import evaluation_script, fit_script
+
+    name, quoted = own.name or root.name, shlex.quote(str(root))
+    whole = place = submission.place_of(root, quoted, f"{root}/logs/slurm-%j.out")
+    array = None
+    if points is not None:
+        array = f"0-{len(points) - 1}" + (f"%{own.at_once}" if own.at_once else "")
+        run = f'{quoted}/$(printf %04d "$SLURM_ARRAY_TASK_ID")'
+        place = submission.place_of(root, run, f"{root}/%4a/logs/slurm-%A_%a.out")
+    scripts = {submission.FIT_SCRIPT: fit_script(name, shape, site, place, accumulate, array)}
+    if own.evaluate:
+        alone = replace(shape, nodes=1, tasks=1, min_nodes=None)
+        scripts[submission.EVALUATION_SCRIPT] = evaluation_script(
+            f"{name}-evaluation", alone, site, whole, points is not None, own.evaluate
+        )
+    return scripts
 
 
 def _check_evaluations(files: list[str]) -> None:
@@ -129,13 +125,6 @@ def _check_evaluations(files: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--evaluate: two files are called {name}, and so would their results be")
-
-
-def _alone(shape: Shape) -> Shape:
-    """One rank of the same kind."""
-    from dataclasses import replace
-
-    return replace(shape, nodes=1, tasks=1, min_nodes=None)
 
 
 def _checked(
@@ -165,6 +154,8 @@ def _checked(
         if root is None:
             name = Path(own.sweep).stem if own.sweep else "-".join(names) or "default"
             root = Path(config.dir or f"runs/{name}").expanduser().absolute()
+            if any(sign in str(root) for sign in '%\\"\n'):
+                raise UserError(f"run.dir {root}: Slurm reads %, \\, quotation marks and line breaks in its own way")
         values = configuration(cli)
         values["trainer"]["accelerator"] = "gpu" if shape.gpus else "cpu"
         path = root / point.name if point else root

@@ -145,7 +145,7 @@ def _job(name: str, shape: Shape, site: Site, place: Place, directives: Sequence
         memory=shape.memory,
         time=shape.time,
         lead=str(shape.lead),
-        log=place.log,
+        log=f'"{place.log}"' if re.search(r"[\s']", place.log) else place.log,
         directives="".join(f"#SBATCH {option}\n" for option in (*gpus, *directives, *site.directives())),
         folder=shlex.quote(str(place.folder)),
         run=place.run,

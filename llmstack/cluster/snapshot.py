@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -20,28 +21,26 @@ PACKAGES = "packages.txt"
 """File beside the copy: :func:`installed_packages` when the run was submitted."""
 
 
-def take_snapshot(folder: Path) -> Path:
-    """Copy the package, with its configurations and templates, to ``folder/code-<digest>``.
+def snapshot_path(folder: Path) -> Path:
+    """Where the copy of the present code belongs: ``folder/code-<digest>``."""
+    return folder / f"code-{hashlib.sha256(_contents()[SUMS]).hexdigest()[:12]}"
+
+
+def take_snapshot(folder: Path) -> None:
+    """Copy the package, with its configurations and templates, to :func:`snapshot_path`.
 
     Code that is there already is not copied again, so a job that waits or runs keeps its own.
 
     Raises:
         UserError: it cannot be written.
     """
-    package = Path(llmstack.__file__).resolve().parent
-    files = {f"llmstack/{path.relative_to(package)}": path for path in _sources(package)}
-    for name, origin in (("configs", configs_folder()), ("slurm", slurm_folder())):
-        files |= {f"llmstack/{name}/{path.relative_to(origin)}": path for path in _sources(origin)}
-    contents = {name: path.read_bytes() for name, path in sorted(files.items())}
-    contents[f"llmstack/{SOURCE_FILE}"] = json.dumps(git_state(), indent=1).encode()
-    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items())
-    target = folder / f"code-{hashlib.sha256(sums.encode()).hexdigest()[:12]}"
+    target = snapshot_path(folder)
     if target.is_dir():
-        return target
+        return
     partial = folder / f".{target.name}.{os.getpid()}.partial"
     with failing_in_one_line(target):
         try:
-            for name, content in (contents | {SUMS: sums.encode()}).items():
+            for name, content in _contents().items():
                 file = partial / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
@@ -49,7 +48,19 @@ def take_snapshot(folder: Path) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         sync_folder(folder)
-    return target
+
+
+@cache
+def _contents() -> dict[str, bytes]:
+    """Each file of a copy by its path there."""
+    package = Path(llmstack.__file__).resolve().parent
+    files = {f"llmstack/{path.relative_to(package)}": path for path in _sources(package)}
+    for name, origin in (("configs", configs_folder()), ("slurm", slurm_folder())):
+        files |= {f"llmstack/{name}/{path.relative_to(origin)}": path for path in _sources(origin)}
+    contents = {name: path.read_bytes() for name, path in sorted(files.items())}
+    contents[f"llmstack/{SOURCE_FILE}"] = json.dumps(git_state(), indent=1).encode()
+    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items())
+    return contents | {SUMS: sums.encode()}
 
 
 def installed_packages() -> str:

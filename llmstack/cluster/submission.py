@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import yaml
 
 from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.files import failing_in_one_line, write_atomically
+from llmstack.checkpoint.lock import FolderLock
 from llmstack.checkpoint.run_folder import refuse_other_config
 from llmstack.cluster.record import SLURM_FOLDER, JobRecord
 from llmstack.cluster.requeue import BAD_NODES
 from llmstack.cluster.script import Place
 from llmstack.cluster.slurm import SlurmError, slurm
-from llmstack.cluster.snapshot import PACKAGES, installed_packages, take_snapshot
+from llmstack.cluster.snapshot import PACKAGES, installed_packages, snapshot_path, take_snapshot
+from llmstack.cluster.sweep import Point, write_points
 from llmstack.errors import UserError
 
 CONFIG = Path(SLURM_FOLDER) / "config.yaml"
@@ -81,11 +83,59 @@ def queue_state(job: str) -> tuple[str, str] | None:
     return None
 
 
-def place_of(run: str, log: str, code: Path) -> Place:
-    """Where a job of this submission works; ``run`` and ``log`` as in :class:`Place`."""
-    code_path = str(code)
-    others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    return Place(run, log, Path.cwd(), code, sys.executable, os.pathsep.join(one for one in others if one != code_path))
+def place_of(root: Path, run: str, log: str) -> Place:
+    """Where a job works that has its code in ``root``; ``run`` and ``log`` as in :class:`Place`."""
+    code = snapshot_path(root / SLURM_FOLDER)
+    return Place(run, log, Path.cwd(), code, sys.executable, os.environ.get("PYTHONPATH", ""))
+
+
+def submit(
+    root: Path, runs: Sequence[Planned], points: Sequence[Point] | None, scripts: Mapping[str, str]
+) -> Iterator[str]:
+    """Make the folder of a run, or of a sweep and its runs, and submit the scripts, each to begin after the one before.
+
+    Yields:
+        The number of each job.
+
+    Raises:
+        SlurmError: Slurm does not take one; the scripts are there to be mended.
+        UserError: a job of a run waits or works, someone else is at work in the folder, or it cannot be written.
+    """
+    with failing_in_one_line(root):
+        root.mkdir(parents=True, exist_ok=True)
+    # Of two submissions at once one is refused.
+    lock = FolderLock(root)
+    try:
+        for run in runs:
+            refuse_busy(run)
+        yield from _submitted(root, runs, points, scripts)
+    finally:
+        lock.release()
+
+
+def _submitted(
+    root: Path, runs: Sequence[Planned], points: Sequence[Point] | None, scripts: Mapping[str, str]
+) -> Iterator[str]:
+    for run in runs:
+        write_run(run)
+    with failing_in_one_line(root):
+        for name in (SLURM_FOLDER, "logs"):
+            (root / name).mkdir(exist_ok=True)
+    take_snapshot(root / SLURM_FOLDER)
+    if points is not None:
+        write_points(root, points)
+    files = [root / SLURM_FOLDER / name for name in scripts]
+    for file, script in zip(files, scripts.values(), strict=True):
+        write_atomically(file, script)
+        file.chmod(0o755)
+    job = None
+    for file in files:
+        job = _sbatch(file, after=job)
+        if file.name == FIT_SCRIPT:
+            # The tasks of an array are numbered as the runs are.
+            for number, run in enumerate(runs):
+                JobRecord(run.path).add("submitted", job if points is None else f"{job}_{number}")
+        yield job
 
 
 def write_run(planned: Planned) -> None:
@@ -99,35 +149,11 @@ def write_run(planned: Planned) -> None:
     write_atomically(folder / PACKAGES, installed_packages())
 
 
-def snapshot_in(path: Path) -> Path:
-    """The copy of the code in the folder of a run or a sweep."""
-    folder = path / SLURM_FOLDER
-    with failing_in_one_line(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return take_snapshot(folder)
-
-
-def submit_script(path: Path, script: str, name: str, after: str | None = None) -> str:
-    """Write a script into the folder of a run and submit it, to start when job ``after`` has ended well.
-
-    Returns:
-        The number of the job.
-
-    Raises:
-        SlurmError: Slurm does not take it; the script is there to be mended.
-    """
-    file = path / SLURM_FOLDER / name
-    write_atomically(file, script)
-    file.chmod(0o755)
+def _sbatch(file: Path, after: str | None) -> str:
+    """Submit a script, to start when job ``after`` has ended well; its number."""
     waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     answer = slurm("sbatch", "--parsable", *waiting, str(file))
     match = re.match(r"\d+", answer)
     if match is None:
         raise SlurmError(f"sbatch has answered {answer.strip()!r}, which is no job's number ({shlex.quote(str(file))})")
     return match[0]
-
-
-def note_submitted(runs: Sequence[Planned], job: str, is_array: bool) -> None:
-    """Record the job of each run; the tasks of an array are numbered as the runs are."""
-    for number, run in enumerate(runs):
-        JobRecord(run.path).add("submitted", f"{job}_{number}" if is_array else job)

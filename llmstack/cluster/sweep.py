@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def read_sweep(name: str) -> list[Point]:
     return [Point(number, dict(zip(names, chosen, strict=True))) for number, chosen in enumerate(grid)]
 
 
-def write_points(folder: Path, points: list[Point]) -> None:
+def write_points(folder: Path, points: Sequence[Point]) -> None:
     """Note in the sweep's folder what each of its runs is."""
     content = {point.name: point.chosen for point in points}
     write_atomically(folder / POINTS_FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -262,7 +262,7 @@ def test_what_would_fail_again_is_not_queued_again(submit: Any, tmp_path: Path) 
 def test_code_that_has_changed_stops_the_job(submit: Any, tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("sbatch: [--hold]\n")
-    run = submit("run", "--trainer.max_steps", "5", "--site", str(site), *ON_TWO_NODES, "--time", "30")
+    run = submit("it's a run, é", "--trainer.max_steps", "5", "--site", str(site), *ON_TWO_NODES, "--time", "30")
     (code,) = (run.path / "slurm").glob("code-*")
     with open(code / "llmstack" / "errors.py", "a") as file:
         file.write("# another line\n")

@@ -102,6 +102,7 @@ def test_fewer_nodes_keep_the_samples_of_a_step(tmp_path: Path, capsys: pytest.C
         (["--evaluate", "nowhere.txt"], "nowhere.txt"),
         (["--site", "nowhere.yaml"], "nowhere.yaml"),
         (["--sweep", "nowhere.yaml"], "nowhere.yaml"),
+        (["--run.dir", "100%"], "Slurm reads %"),
         (["--trainer.max_steps", "0"], "max_steps"),
         (["-c", "data/embedded.yaml", "--data.block_size", "9000"], "9000"),
     ],
