@@ -49,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--cpus-per-task", type=positive, metavar="C", help="CPUs of a rank (default: the site's share)"
     )
     parser.add_argument("--mem", metavar="M", help="memory of each node, as 64G; 0: all (default: by the model)")
-    parser.add_argument("--min-nodes", type=positive, metavar="M", help="go on with so few nodes (default: all)")
+    parser.add_argument(
+        "--min-nodes", type=positive, metavar="M", help="go on with so few if others are lost (default: all)"
+    )
     parser.add_argument(
         "--signal-seconds", type=positive, metavar="S", help="seconds before the end to save at (default: by the model)"
     )

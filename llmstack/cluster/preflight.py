@@ -98,7 +98,7 @@ def check_ranks(path: Path, config: dict[str, Any], rank: int, world: int, local
     report = _Report(node_name(), 0.0, package_versions(), _device(gpus, local))
     report.faults += [*_unseen(path, config), *_changed(path, report.versions)]
     report.broken += _unfit(gpus, local)
-    store = _meet(rank, world, meeting, _per_node(config, world))
+    store = _meet(rank, world, meeting, int(config["trainer"]["devices"]))
     report.clock = time.time()
     reports = [_Report(**one) for one in _exchange(store, rank, world, asdict(report))]
     faults = [f"node {one.node}: {fault}" for one in reports for fault in one.faults]
@@ -115,10 +115,6 @@ def check_ranks(path: Path, config: dict[str, Any], rank: int, world: int, local
     nodes = len({one.node for one in reports})
     speed = "" if bandwidth is None else f"; all-reduce {bandwidth / 1e9:.2f} GB/s a rank"
     return f"{world} ranks on {nodes} nodes ({report.device}): paths, versions, clocks and devices are good{speed}"
-
-
-def _per_node(config: dict[str, Any], world: int) -> int:
-    return max(world // int(config["trainer"]["num_nodes"]), 1)
 
 
 def _device(gpus: bool, local: int) -> str:

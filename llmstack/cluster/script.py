@@ -34,7 +34,7 @@ class Shape:
     lead: int = SHORTEST_LEAD
     """Seconds before its end at which the run is told to save."""
     min_nodes: int | None = None
-    """With how many nodes, at least, it may go on where there are not as many as it wants; None: all."""
+    """With how many nodes, at least, it may go on when others are lost; None: all."""
 
     def __post_init__(self) -> None:
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
@@ -95,28 +95,23 @@ def fit_script(name: str, shape: Shape, site: Site, place: Place, accumulate: in
         shape: what it asks for.
         site: the cluster.
         place: where it works.
-        accumulate: micro-batches accumulated with all nodes; with fewer, more are, so that a step stays what it was.
+        accumulate: micro-batches that a step accumulates when no node is lost.
         array: indices of an array job.
     """
-    directives = [*([f"--array={array}"] if array else [])]
-    elastic, options, step_nodes = "", "", str(shape.nodes)
+    directives = [f"--array={array}"] if array else []
+    train = "train\nstatus=$?\n"
     if shape.min_nodes is not None and shape.min_nodes < shape.nodes:
-        # Divisors of the wanted number alone: a step keeps its samples.
-        elastic = (
-            f"NODES={shape.nodes}\n"
-            f"while ((NODES > SLURM_JOB_NUM_NODES || {shape.nodes} % NODES)); do ((NODES--)); done\n"
+        directives.append("--no-kill")
+        train = _filled(
+            "fewer_nodes", nodes=str(shape.nodes), min_nodes=str(shape.min_nodes), accumulate=str(accumulate)
         )
-        more = f"$(({shape.nodes} / NODES * {accumulate}))"
-        options = f' --trainer.num_nodes "$NODES" --trainer.accumulate_grad_batches "{more}"'
-        step_nodes = '"$NODES"'
     work = _filled(
         "fit",
-        elastic=elastic,
-        step_nodes=step_nodes,
+        nodes=str(shape.nodes),
         tasks=str(shape.tasks),
         cpus=str(shape.cpus),
         srun="".join(f"{shlex.quote(option)} " for option in site.srun),
-        options=options,
+        train=train.rstrip(),
     )
     return _job(name, shape, site, place, directives, work)
 
@@ -134,12 +129,11 @@ def evaluation_script(name: str, shape: Shape, site: Site, place: Place, sweep: 
 
 
 def _job(name: str, shape: Shape, site: Site, place: Place, directives: Sequence[str], work: str) -> str:
-    least = f"{shape.min_nodes}-" if shape.min_nodes is not None and shape.min_nodes < shape.nodes else ""
     gpus = [f"--gpus-per-node={shape.tasks}"] if shape.gpus else []
     return _filled(
         "job",
         name=_slug(name),
-        nodes=f"{least}{shape.nodes}",
+        nodes=str(shape.nodes),
         tasks=str(shape.tasks),
         cpus=str(shape.cpus),
         memory=shape.memory,

@@ -89,8 +89,9 @@ class Cluster:
         self.run("slurmd", "-c", "-N", name, "-f", str(self.conf))
 
     def stop(self) -> None:
-        subprocess.run(["scancel", "--user=root"], env=self.environ, timeout=60)
-        self.wait_for(lambda: not self.run("squeue", "-h").strip(), 60)
+        for how in ([], ["--signal=KILL", "--full"]):
+            subprocess.run(["scancel", "--user=root", *how], env=self.environ, timeout=60)
+        self.wait_for(lambda: not self.run("squeue", "-h").strip(), 120)
         daemons = [int(file.read_text()) for file in self.folder.glob("*.pid")]
         for daemon in daemons:
             with contextlib.suppress(ProcessLookupError):

@@ -45,7 +45,8 @@ def test_every_number_is_the_same_everywhere_and_slurm_takes_it(
     }
     (step,) = re.findall(r"^ +srun (.*?)\"\$PYTHON\"", script, re.MULTILINE | re.DOTALL)
     options = dict(re.findall(r"--([\w-]+)=(\S+)", step))
-    assert (options["nodes"], options["ntasks-per-node"]) == (str(nodes), str(gpus))
+    assert f"\nNODES={nodes}\n" in script
+    assert (options["nodes"], options["ntasks-per-node"]) == ('"$NODES"', str(gpus))
     assert options["cpus-per-task"] == cpus  # sbatch's own does not reach srun
     assert options["output"] == '"$RUN/logs/slurm-%j-rank-%t.log"'
     file = tmp_path / "script.sh"
@@ -73,20 +74,23 @@ def test_the_site_file_reaches_the_script(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_fewer_nodes_keep_the_samples_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 4 wanted nodes 3 are there: 2 are used, with twice the accumulation."""
+    """Of 4 nodes one is lost: 2 go on, with twice the accumulation; of those one is: 1 goes on; then none may."""
     accumulate = ["--trainer.accumulate_grad_batches", "3"]
     shape = ["--nodes", "4", "--min-nodes", "1", "--gpus-per-node", "1", "--time", "60"]
     script = dry_run(tmp_path, capsys, *accumulate, *shape)
-    assert "#SBATCH --nodes=1-4\n" in script
-    lines = script[script.index("NODES=4\n") :].splitlines()[:2]
-    ask = subprocess.run(
-        ["bash", "-c", "\n".join(["SLURM_JOB_NUM_NODES=3", *lines, "echo $NODES $((4 / NODES * 3))"])],
-        capture_output=True,
-        text=True,
-    )
-    assert ask.stdout == "2 6\n"
-    assert 'srun --nodes="$NODES"' in script
-    assert '--trainer.num_nodes "$NODES" --trainer.accumulate_grad_batches "$((4 / NODES * 3))"' in script
+    assert "#SBATCH --nodes=4\n" in script
+    assert "#SBATCH --no-kill\n" in script
+    loop = script[script.index("while true") : script.index("# The ranks have queued")]
+    stand_ins = """
+        NODES=4 patience=0 lost=0 SLURM_JOB_ID=1
+        left() { echo $((4 - lost)); }
+        sleep() { :; }
+        train() { echo "$@"; ((lost += lost ? 2 : 1)); return 1; }
+    """
+    asked = subprocess.run(["bash", "-c", stand_ins + loop], capture_output=True, text=True)
+    assert asked.stdout.splitlines() == [
+        f"--trainer.num_nodes {nodes} --trainer.accumulate_grad_batches {12 // nodes}" for nodes in (4, 2, 1)
+    ]
 
 
 @pytest.mark.parametrize(
