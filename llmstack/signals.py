@@ -62,8 +62,10 @@ class StopSignals:
             done.set()
             signal.pthread_kill(taker.ident or 0, self.announcing)
             taker.join()
+            # Where nobody else had a handler it stays ignored: there is nothing left to stop, and nothing to be killed.
+            if callable(handler):
+                signal.signal(self.announcing, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            signal.signal(self.announcing, handler)
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
@@ -96,11 +98,12 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a forked worker: it ends when its parent does
             return
+        is_known = self.received == number
         self.received = signal.Signals(number)
         ends_at_once = number != self.announcing and not self._under_slurm
         if ends_at_once:
             signal.signal(number, signal.SIG_DFL)
-        if self.speaks:
+        if self.speaks and not is_known:
             more = " (once more: at once)" if ends_at_once else ""
             # Straight to the descriptor: the handler may have interrupted a print.
             os.write(2, f"{self.received.name}: stopping when the step is done{more}\n".encode())

@@ -4,7 +4,8 @@ NODES=@{nodes}
 
 # srun is not given the CPUs per task by sbatch. What is left of a step ends at most so long after its first task.
 ranks() {
-    srun --nodes="$NODES" --ntasks-per-node=@{tasks} --cpus-per-task=@{cpus} --kill-on-bad-exit=0 --wait=120 \
+    srun --nodes="$NODES" --ntasks="$((NODES*@{tasks}))" --ntasks-per-node=@{tasks} --cpus-per-task=@{cpus} \
+        --kill-on-bad-exit=0 --wait=120 \
         --open-mode=append --output="$RUN/logs/slurm-%j-rank-%t.log" @{srun}"$PYTHON" -m llmstack "$@"
 }
 

@@ -8,7 +8,7 @@
 #SBATCH --signal=USR1@@{lead}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=@{log}
+#SBATCH @{log}
 @{directives}
 # Written by `llmstack submit`. It stands alone: `sbatch` this file to start the work, or to continue it after a stop.
 # USR1 comes @{lead} s before the time is over, and to srun's tasks alone (no B:).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -75,6 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`): not an error, and nothing more to say to it.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"llmstack: {str(error.filename)[:60]}…: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("llmstack: interrupted", file=sys.stderr)
         return 130

@@ -23,16 +23,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, together with the other ranks; the first says what was found good."""
-    from llmstack.checkpoint.run_folder import parse_config
     from llmstack.cluster.preflight import check_ranks, submitted_config
     from llmstack.training.launch import cluster_environment
 
     path = Path(args.run_folder)
-    content = submitted_config(path)
-    config = parse_config(content, path)
+    config = submitted_config(path)
     ranks = cluster_environment()
     world = ranks.world_size() if ranks.creates_processes_externally else 1
-    ranks.validate_settings(int(config["trainer"]["devices"]), world // int(config["trainer"]["devices"]))
+    devices = config["trainer"]["devices"]
+    ranks.validate_settings(devices, max(world // devices, 1))
     rank, local = (ranks.global_rank(), ranks.local_rank()) if world > 1 else (0, 0)
     good = check_ranks(path, config, rank, world, local, (ranks.main_address, ranks.main_port))
     if rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,18 @@ def add_parser(subparsers: Any) -> None:
         "can be continued later.",
     )
     stop.add_argument("run_folder", metavar="RUN", help="folder of a run or a sweep")
-    stop.add_argument("--wait", type=float, default=120.0, metavar="S", help="seconds to wait for it (default: 120)")
+    stop.add_argument("--wait", type=_seconds, default=120.0, metavar="S", help="seconds to wait for it (default: 120)")
     stop.set_defaults(run=cancel)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,11 +60,18 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("--best takes the folder of one sweep")
         print(best_run(Path(args.run_folders[0])))
         return 0
-    found = [status_of(path) for path in _paths(args)]
-    for one in found:
-        print(one.line)
+    found, faults = [], []
+    for path in _paths(args):
+        try:
+            found.append(status_of(path))
+            print(found[-1].line)
+        except UserError as error:
+            # One run that cannot be read does not hide the others.
+            faults.append(str(error))
     if args.output is not None:
         write_atomically(args.output, json.dumps([asdict(one) for one in found], indent=1) + "\n")
+    if faults:
+        raise UserError("; ".join(faults))
     return 0
 
 
@@ -86,6 +104,9 @@ def cancel(args: argparse.Namespace) -> int:
         print(status.cancel(folder, args.wait))
         return 0
     for path in (folder / point.name for point in points):
-        if status.status_of(path).state in ("queued", "running"):
-            print(f"{path}: {status.cancel(path, args.wait)}")
+        try:
+            if status.status_of(path).state in ("queued", "running"):
+                print(f"{path}: {status.cancel(path, args.wait)}")
+        except UserError as error:
+            print(f"{path}: {error}")
     return 0

@@ -73,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     own, configured = build_parser().parse_known_args(arguments)
     from llmstack.cli.configured import HOW_IT_RUNS
     from llmstack.cluster import submission
+    from llmstack.cluster.script import check_script
     from llmstack.cluster.site import Site
     from llmstack.cluster.sweep import read_sweep
 
@@ -85,6 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     for run in runs:
         submission.refuse_other(run, HOW_IT_RUNS)
     scripts = _scripts(own, shape, root, site, accumulate, points)
+    for script in scripts.values():
+        check_script(script)
     if own.dry_run:
         print("\n".join(scripts.values()), end="")
         return 0
@@ -120,13 +123,28 @@ def _scripts(
 
 
 def _check_evaluations(files: list[str]) -> None:
+    from llmstack.cluster.script import slug
+
     for file in files:
-        if not Path(file).exists():
+        if not Path(file).is_file():
             raise UserError(f"--evaluate {file}: there is no such file")
-    names = [Path(file).name for file in files]
+    names = [slug(Path(file).name) for file in files]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--evaluate: two files are called {name}, and so would their results be")
+            raise UserError(f"--evaluate: the results of two files would both be called {name}; rename one")
+
+
+def _check_options(arguments: Sequence[str], where: str, forbidden: Sequence[str]) -> None:
+    for argument in arguments:
+        if (option := argument.partition("=")[0]) in forbidden:
+            raise UserError(f"{where}: {option} is not for it: {', '.join(forbidden)} come from submit itself")
+
+
+_OWN_DEVICES = ("--trainer.devices", "--trainer.num_nodes", "--trainer.accelerator")
+"""Of the configuration, decided by --nodes and --gpus-per-node."""
+
+
+_OF_THE_WHOLE = ("--run.dir", "--help", "-h", "--print_config")
 
 
 def _checked(
@@ -143,28 +161,38 @@ def _checked(
     from llmstack.training.run import check, require_room
 
     shape = _shape(own, site)
+    _check_options(configured, "the command", _OWN_DEVICES)
+    for one in points or []:
+        _check_options(one.arguments, f"{own.sweep}, point {one}", (*_OWN_DEVICES, *_OF_THE_WHOLE))
     # The devices are those of the nodes: here, where there may be none, CPU ranks stand for them.
     devices = (f"devices={shape.tasks}", f"num_nodes={shape.nodes}")
     stand_in = [f"--trainer.{one}" for one in ("accelerator=cpu", *devices)]
     root: Path | None = None
     runs, shapes = [], []
+    accumulations = set()
     single: list[Point | None] = [None]
     for point in points or single:
-        cli, names = parse("submit", [*configured, *(point.arguments if point else []), *stand_in])
+        try:
+            cli, names = parse("submit", [*configured, *(point.arguments if point else []), *stand_in])
+            check(cli.trainer, cli.model, cli.datamodule)
+        except UserError as error:
+            raise (UserError(f"{own.sweep}, point {point}: {error}") if point else error) from error
         config = cli.config_init["run"]
-        check(cli.trainer, cli.model, cli.datamodule)
+        accumulations.add(cli.trainer.accumulate_grad_batches)
         if root is None:
             name = Path(own.sweep).stem if own.sweep else "-".join(names) or "default"
             root = Path(config.dir or f"runs/{name}").expanduser().absolute()
             if any(sign in str(root) for sign in '%\\"\n'):
                 raise UserError(f"run.dir {root}: Slurm reads %, \\, quotation marks and line breaks in its own way")
         values = configuration(cli)
-        values["trainer"]["accelerator"] = "gpu" if shape.gpus else "cpu"
+        values["trainer"] |= {"accelerator": "gpu" if shape.gpus else "cpu", "devices": shape.tasks}
         path = root / point.name if point else root
         require_room(cli.model.config, RunFolder(path), config, cli.trainer.max_steps)
         shapes.append(_sized(shape, own, site, cli.model.config, values))
         runs.append(Planned(path, values))
     assert root is not None
+    if shape.min_nodes is not None and len(accumulations) > 1:
+        raise UserError("--min-nodes needs the same trainer.accumulate_grad_batches in all points of a sweep")
     # The points of a sweep are tasks of one job: it asks for what the largest needs.
     largest = max(shapes, key=lambda one: (int(one.memory.rstrip("KMGT")), one.lead))
     return largest, root, runs, cli.trainer.accumulate_grad_batches
@@ -175,6 +203,8 @@ def _shape(own: argparse.Namespace, site: Site) -> Shape:
 
     tasks = own.gpus_per_node or own.cpu_ranks_per_node
     share = site.cpus_per_node // tasks if site.cpus_per_node else None
+    if share == 0:
+        raise UserError(f"{tasks} ranks on a node that has {site.cpus_per_node} CPUs (cpus_per_node in the site file)")
     usual = GPU_RANK_CPUS if own.gpus_per_node else CPU_RANK_CPUS
     return Shape(
         nodes=own.nodes,

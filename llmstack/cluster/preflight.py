@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from llmstack.checkpoint.environment import package_versions
+from llmstack.checkpoint.run_folder import parse_config
 from llmstack.cluster.record import SLURM_FOLDER
 from llmstack.cluster.requeue import BAD_NODES
 from llmstack.cluster.snapshot import PACKAGES
@@ -55,20 +56,24 @@ class _Report:
     """Of the node's devices: the job can do without the node."""
 
 
-def submitted_config(path: Path) -> bytes:
+def submitted_config(path: Path) -> dict[str, Any]:
     """The configuration in the folder of a submitted run.
 
     Raises:
-        UserError: this node does not see it.
+        UserError: this node does not see it, or it is no longer what was submitted.
     """
     file = path / SLURM_FOLDER / "config.yaml"
     try:
-        return file.read_bytes()
+        config = parse_config(file.read_bytes(), file)
     except OSError as error:
         raise UserError(
             f"node {node_name()}: cannot read {file} ({error.strerror}): this is not the folder that was submitted; "
             "choose a --run.dir that all nodes share"
         ) from error
+    sections = [config.get(name) for name in ("trainer", "data", "model")]
+    if not all(isinstance(one, dict) for one in sections) or not isinstance(config["trainer"].get("devices"), int):
+        raise UserError(f"{file} is not what was submitted: submit the run again")
+    return config
 
 
 def node_name() -> str:

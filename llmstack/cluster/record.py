@@ -45,7 +45,7 @@ class JobRecord:
                 os.close(descriptor)
 
     def read(self, job: str | None = None) -> list[dict[str, Any]]:
-        """All events, or those of one job, in order. A line that a full disk has cut is left out."""
+        """All events, or those of one job, in order. A line that is none (a full disk has cut it) is left out."""
         if not self.path.is_file():
             return []
         events = []
@@ -54,6 +54,12 @@ class JobRecord:
                 event = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and {"event", "job", "restart"} <= event.keys():
+            if isinstance(event, dict) and _is_sound(event):
                 events.append(event)
         return [event for event in events if job in (None, event["job"])]
+
+
+def _is_sound(event: dict[str, Any]) -> bool:
+    kinds = {"event": str, "job": str, "restart": int, "reason": str, "step": int, "nodes": str}
+    needed = {"event", "job", "restart", *(("reason", "step") if event.get("event") in ("requeued", "ended") else ())}
+    return needed <= event.keys() and all(isinstance(event[name], kinds[name]) for name in kinds.keys() & event.keys())

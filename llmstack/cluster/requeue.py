@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.format import checkpoint_step
 from llmstack.cluster.record import SLURM_FOLDER, JobRecord
+from llmstack.cluster.script import seconds
 from llmstack.cluster.slurm import Job, SlurmError, job_facts, slurm
 from llmstack.errors import UserError
 
@@ -94,7 +95,7 @@ def _why_not(run: RunFolder, job: Job, events: Sequence[dict[str, Any]], step: i
         return "it is no batch job; the same command continues the run"
     if facts.get("Requeue") != "1":
         return "it was submitted with --no-requeue; submit its script again to continue"
-    if facts.get("JobState") == "CANCELLED":
+    if _is_cancelled(facts):
         return "it was cancelled; submit its script again to continue"
     limits = Limits.of(run)
     if job.restart >= limits.max_requeues:
@@ -108,6 +109,18 @@ def _why_not(run: RunFolder, job: Job, events: Sequence[dict[str, Any]], step: i
         times = "once" if stalled == 1 else f"{stalled} times"
         return f"it has come back {times} (run.max_stalled_requeues) and got no further than step {step}"
     return None
+
+
+def _is_cancelled(facts: Mapping[str, str]) -> bool:
+    """Whether Slurm is ending the job because somebody has asked it to.
+
+    A job that is being ended is shown as COMPLETING, whatever for: out of time, preempted, or else cancelled.
+    """
+    if facts.get("JobState") == "RUNNING":
+        return False
+    limit, ran = facts.get("TimeLimit", ""), facts.get("RunTime", "0")
+    is_out_of_time = limit[:1].isdigit() and seconds(ran) >= seconds(limit)
+    return not is_out_of_time and facts.get("PreemptTime", "None") in ("None", "(null)")
 
 
 def _exclude(job: str, nodes: Sequence[str]) -> None:
@@ -135,6 +148,8 @@ def after_step(path: Path, status: int) -> str:
     """
     if not 0 <= status < 256:
         raise UserError(f"{status} is no exit status")
+    if not path.is_dir():
+        raise UserError(f"{path} is no run folder")
     if status == 0:
         return ""
     if status != CONFIGURATION_ERROR:
@@ -155,4 +170,4 @@ def _describe(status: int) -> str:
 def bad_nodes(path: Path) -> list[str]:
     """Nodes of which a check has found broken devices since the run was submitted."""
     file = path / SLURM_FOLDER / BAD_NODES
-    return sorted(set(file.read_text(encoding="utf-8").split())) if file.is_file() else []
+    return sorted(set(file.read_text(encoding="utf-8", errors="replace").split())) if file.is_file() else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Shape:
     def __post_init__(self) -> None:
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
             raise UserError(f"--min-nodes is {self.min_nodes}; it must be 1 to {self.nodes}")
-        if not re.fullmatch(r"\d+[KMGT]?", self.memory):
+        if not re.fullmatch(r"[0-9]{1,9}[KMGT]?", self.memory):
             raise UserError(f"--mem is {self.memory}; it must be as 64G, or 0 for all of a node")
         if self.lead * 2 > seconds(self.time):
             raise UserError(
@@ -63,7 +64,7 @@ def seconds(time: str) -> int:
     Raises:
         UserError: it is none of them.
     """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    match = re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?", time)
     if match is None:
         raise UserError(f"--time is {time}; it must be as 24:00:00 or 2-12 (days-hours) or 90 (minutes)")
     days, *rest = match.groups()
@@ -121,7 +122,7 @@ def evaluation_script(name: str, shape: Shape, site: Site, place: Place, sweep: 
     select = 'RUN=$("$PYTHON" -m llmstack status "$RUN" --best)\n' if sweep else ""
     lines = [
         f'"$PYTHON" -m llmstack perplexity "$RUN" --dataset {shlex.quote(dataset)} '
-        f'--output "$RUN/evaluation/perplexity-{_slug(Path(dataset).name)}.json"'
+        f'--output "$RUN/evaluation/perplexity-{slug(Path(dataset).name)}.json"'
         for dataset in datasets
     ]
     work = _filled("evaluate", select=select, evaluations="\n".join(lines))
@@ -132,15 +133,15 @@ def _job(name: str, shape: Shape, site: Site, place: Place, directives: Sequence
     gpus = [f"--gpus-per-node={shape.tasks}"] if shape.gpus else []
     return _filled(
         "job",
-        name=_slug(name),
+        name=slug(name),
         nodes=str(shape.nodes),
         tasks=str(shape.tasks),
         cpus=str(shape.cpus),
         memory=shape.memory,
         time=shape.time,
         lead=str(shape.lead),
-        log=f'"{place.log}"' if re.search(r"[\s']", place.log) else place.log,
-        directives="".join(f"#SBATCH {option}\n" for option in (*gpus, *directives, *site.directives())),
+        log=_quoted(f"--output={place.log}"),
+        directives="".join(f"#SBATCH {_quoted(option)}\n" for option in (*gpus, *directives, *site.directives())),
         folder=shlex.quote(str(place.folder)),
         run=place.run,
         code=shlex.quote(str(place.code)),
@@ -158,5 +159,23 @@ def _filled(template: str, **values: str) -> str:
     return re.sub(r"@\{(\w+)\}", lambda match: values[match[1]], text)
 
 
-def _slug(text: str) -> str:
+def _quoted(option: str) -> str:
+    """An option with a value as sbatch reads it in a script."""
+    name, equals, value = option.partition("=")
+    return f'{name}{equals}"{value}"' if re.search(r"[\s']", value) else option
+
+
+def check_script(text: str) -> None:
+    """Refuse what is no bash: the site file's own lines may be none.
+
+    Raises:
+        UserError: what bash says.
+    """
+    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    if checked.returncode:
+        raise UserError(f"the script would be no valid bash (see setup in the site file): {checked.stderr.strip()}")
+
+
+def slug(text: str) -> str:
+    """A name without blanks and signs."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "llmstack"

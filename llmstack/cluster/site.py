@@ -55,7 +55,7 @@ class Site:
             return cls()
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise UserError(f"site file {file} is not readable: {' '.join(str(error).split())}") from error
         if not isinstance(content, dict):
             raise UserError(f"site file {file} holds no mapping")
@@ -83,7 +83,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
     if name in ("modules", "srun", "sbatch"):
         right = isinstance(value, list) and all(isinstance(one, str) for one in value)
     elif name == "cpus_per_node":
-        right = isinstance(value, int) and value > 0
+        right = isinstance(value, int) and not isinstance(value, bool) and value > 0
     else:
         right = isinstance(value, str)
     if not right or (isinstance(value, str) and name != "setup" and "\n" in value):

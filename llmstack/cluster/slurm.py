@@ -50,11 +50,11 @@ class Job:
         """The job that this process belongs to; None outside of Slurm."""
         if "SLURM_JOB_ID" not in environ:
             return None
-        array = environ.get("SLURM_ARRAY_JOB_ID")
-        return cls(
-            f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else environ["SLURM_JOB_ID"],
-            int(environ.get("SLURM_RESTART_COUNT", "0")),
-        )
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        restart = environ.get("SLURM_RESTART_COUNT", "0")
+        if not restart.isdecimal():
+            raise UserError(f"SLURM_RESTART_COUNT is {restart}; Slurm sets it to a number")
+        return cls(f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"], int(restart))
 
 
 def job_facts(job: str) -> dict[str, str]:

@@ -116,11 +116,13 @@ def _state(run: RunFolder, job: str | None, events: list[dict[str, Any]]) -> tup
         return "finished", ""
     if is_locked(run.path):
         return "running", f"job {job}" if events else ""
-    last = events[-1] if events else None
+    last = next((event for event in reversed(events) if event["event"] == "ended"), None)
+    if last is None or events[-1]["restart"] > last["restart"]:
+        last = events[-1] if events else None
     if last is None:
         return "stopped", "the same command continues it"
     if last["event"] == "ended":
-        return ("stopped" if str(last["reason"]).startswith("cancelled") else "failed"), str(last["reason"])
+        return ("stopped" if "cancelled" in last["reason"] else "failed"), last["reason"]
     try:
         queued = queue_state(last["job"])
     except SlurmError as error:
@@ -138,14 +140,15 @@ def _max_steps(run: RunFolder) -> int | None:
         return None
     from llmstack.checkpoint.run_folder import parse_config
 
-    steps = (parse_config(file.read_bytes(), file).get("trainer") or {}).get("max_steps")
+    trainer = parse_config(file.read_bytes(), file).get("trainer")
+    steps = trainer.get("max_steps") if isinstance(trainer, dict) else None
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def _last_error(path: Path) -> str | None:
     """The last line in the newest logs that says what went wrong."""
-    logs = sorted((path / "logs").glob("slurm-*"), key=lambda log: log.stat().st_mtime, reverse=True)
-    for log in logs[:8]:
+    logs = [log for log in (path / "logs").glob("slurm-*") if log.is_file()]
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:8]:
         with open(log, "rb") as file:
             file.seek(max(log.stat().st_size - TAIL_BYTES, 0))
             lines = file.read().decode("utf-8", "replace").splitlines()

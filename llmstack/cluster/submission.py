@@ -45,6 +45,9 @@ def refuse_other(planned: Planned, free: Sequence[str]) -> None:
         UserError: say which.
     """
     run = RunFolder(planned.path)
+    for folder in (run.path, *run.path.parents):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file; choose another --run.dir")
     if run.config_path.is_file():
         refuse_other_config(run.path, "run.dir", run.config, planned.config, free)
     if run.status == "finished":

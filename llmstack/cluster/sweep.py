@@ -34,6 +34,9 @@ class Point:
         """Of its folder."""
         return f"{self.number:04d}"
 
+    def __str__(self) -> str:
+        return f"{self.name} ({' '.join(self.chosen.values())})"
+
     @property
     def arguments(self) -> list[str]:
         """What it adds to the command."""

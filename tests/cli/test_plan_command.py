@@ -61,7 +61,7 @@ def test_what_cannot_fit_is_refused_with_the_change_that_would(
     ("options", "message"),
     [
         (["--gpu", "H1000"], "no GPU 'H1000'"),
-        (["--nodes", "0"], "must be at least 1"),
+        (["--nodes", "0"], "whole number of at least 1"),
         (["--efficiency", "1.2"], "at most 1"),
         (["--model.config.vocab_size", "null"], "give --model.config.vocab_size N"),
         (["--data.block_size", "5000"], "longer than model.config.max_position_embeddings"),

@@ -19,6 +19,8 @@ from llmstack.cluster.sweep import best_run, points_in, read_sweep, write_points
 from llmstack.errors import UserError
 from tests.e2e.job import LAYOUTS, Job, callbacks, newest, rows_of
 
+STOP: dict[str, object] = {"step": 2, "reason": "stopped"}
+
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +53,11 @@ def test_numbers_come_from_the_folder(tmp_path: Path) -> None:
     ("events", "state", "words"),
     [
         ([("submitted", 0, {})], "unknown", "there is no squeue"),
-        ([("submitted", 0, {}), ("started", 0, {"step": 0}), ("requeued", 0, {"step": 2})], "unknown", "squeue"),
+        (
+            [("submitted", 0, {}), ("started", 0, {"step": 0}), ("requeued", 0, STOP)],
+            "unknown",
+            "squeue",
+        ),
         ([("submitted", 0, {}), ("ended", 3, {"reason": "no progress", "step": 2})], "failed", "no progress"),
         ([("submitted", 0, {}), ("ended", 0, {"reason": "cancelled", "step": 2})], "stopped", "cancelled"),
     ],

@@ -186,21 +186,26 @@ def test_a_killed_rank_ends_the_job_soon_and_it_comes_back(submit: Any, tmp_path
     assert exact_rows(run.path) == exact_rows(uninterrupted(tmp_path, *options))
 
 
-@pytest.mark.timeout(300)
-def test_cancel_saves_first_and_the_job_stays_away(submit: Any, tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("by", ["llmstack cancel", "scancel"])
+def test_a_cancelled_job_has_saved_and_stays_away(by: str, submit: Any, tmp_path: Path) -> None:
     pace = callbacks(tmp_path, Orders={"folder": str(tmp_path), "pace": 0.1})
     options = ["--trainer.max_steps", "4000", "--run.checkpoint_every", "1000", "--run.validate_every", "null"]
     run = submit("run", *options, *pace, *ON_TWO_NODES, "--time", "30")
     run.wait_until_at(3)
     state = run.llmstack("status", str(run.path)).stdout
     assert state.startswith(f"{run.path}: running (job {run.job}), step ")
-    said = run.llmstack("cancel", str(run.path)).stdout
-    step = newest(run.path).step
-    assert step == rows_of(run.path)[-1]["step"] >= 3
-    assert f"job {run.job} has ended; saved at step {step}" in said
+    if by == "scancel":
+        run.cluster.run("scancel", run.job)
+        run.wait_for(lambda: run.cluster.state(run.job) in ("FAILED", "CANCELLED"), 90)
+    else:
+        said = run.llmstack("cancel", str(run.path)).stdout
+        assert f"job {run.job} has ended; saved at step {newest(run.path).step}" in said
+        assert run.cluster.state(run.job) in ("FAILED", "CANCELLED")
+    assert newest(run.path).step == rows_of(run.path)[-1]["step"] >= 3
     assert run.events("requeued") == []
-    assert run.cluster.state(run.job) in ("FAILED", "CANCELLED")
-    assert "stopped (cancelled)" in run.llmstack("status", str(run.path)).stdout
+    assert "cancelled" in run.events("ended")[0]["reason"]
+    assert "cancelled" in run.llmstack("status", str(run.path)).stdout
 
 
 @pytest.mark.timeout(300)

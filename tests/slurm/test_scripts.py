@@ -10,6 +10,16 @@ from llmstack.cli.main import main
 from tests.e2e.job import TINY
 from tests.slurm.conftest import Cluster
 
+FILES = {
+    "broken.yaml": "setup: if true; then\n",
+    "accumulate.yaml": "a: ['--trainer.accumulate_grad_batches 1', '--trainer.accumulate_grad_batches 4']\n",
+    "bad.yaml": "lr: ['--model.optimizer.lr 1e-3', '--model.optimizer.lr -1']\n",
+    "dir.yaml": "a: ['--run.dir elsewhere']\n",
+    "a b.txt": "text",
+    "a-b.txt": "text",
+}
+"""What some of the arguments below name."""
+
 
 def dry_run(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The script that ``submit`` prints."""
@@ -108,18 +118,35 @@ def test_fewer_nodes_keep_the_samples_of_a_step(tmp_path: Path, capsys: pytest.C
         (["--sweep", "nowhere.yaml"], "nowhere.yaml"),
         (["--run.dir", "100%"], "Slurm reads %"),
         (["--trainer.max_steps", "0"], "max_steps"),
+        (["--trainer.devices", "7"], "--trainer.devices"),
+        (["--site", "broken.yaml"], "no valid bash"),
+        (
+            ["--sweep", "accumulate.yaml", "--nodes", "2", "--min-nodes", "1"],
+            "the same trainer.accumulate_grad_batches",
+        ),
+        (["--sweep", "bad.yaml"], "point 0001 (--model.optimizer.lr -1)"),
+        (["--sweep", "dir.yaml"], "--run.dir is not for it"),
+        (["--evaluate", "a b.txt", "--evaluate", "a-b.txt"], "would both be called a-b.txt"),
+        (["--run.dir", "a b.txt/run"], "is a file"),
         (["-c", "data/embedded.yaml", "--data.block_size", "9000"], "9000"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     run = ["-c", "trainer/zero2.yaml", "--trainer.max_steps", "12", "--run.dir", str(tmp_path / "run")]
     base = ["--gpus-per-node", "1", "--time", "60"]
     assert main(["submit", *TINY, *run, *base, *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = capsys.readouterr().err.splitlines()[-1]
     assert words in line
-    assert not (tmp_path / "run").exists()
+    assert {path.name for path in tmp_path.iterdir()} == FILES.keys()
 
 
 @pytest.mark.parametrize(
