@@ -2,10 +2,11 @@
 trap : TERM
 NODES=@{nodes}
 
-# srun is not given the CPUs per task by sbatch. What is left of a step ends at most so long after its first task.
+# srun is not given the CPUs per task by sbatch. What is left of a step ends at most so long after its first task, and
+# what a lost node has left of one does not stand in the way of the next (--overlap).
 ranks() {
     srun --nodes="$NODES" --ntasks="$((NODES*@{tasks}))" --ntasks-per-node=@{tasks} --cpus-per-task=@{cpus} \
-        --kill-on-bad-exit=0 --wait=120 \
+        --overlap --kill-on-bad-exit=0 --wait=120 \
         --open-mode=append --output="$RUN/logs/slurm-%j-rank-%t.log" @{srun}"$PYTHON" -m llmstack "$@"
 }
 
