@@ -230,6 +230,21 @@ def test_checkpoints_are_sorted_by_step_and_nothing_else_counts(tmp_path):
     assert newest.step == 100_000_000
 
 
+def test_the_newest_is_that_of_the_last_step_whatever_looks_newer(tmp_path):
+    """Copied back, touched or left behind by others: the step counts, not the clock, and only whole names."""
+    run = RunFolder(tmp_path / "run")
+    save(run, 5, 10)
+    other = RunFolder(tmp_path / "other")
+    save(other, 99)
+    later = time.time() + 3600
+    os.utime(run.checkpoint_path(5), (later, later))
+    for name in ("step-00000099.old", ".step-00000099.partial", "step-99", "hpc_ckpt_99"):
+        (run.checkpoints_path / name).mkdir()
+    (run.checkpoints_path / "step-00000098").write_text("no folder")
+    assert run.newest_checkpoint().step == 10
+    assert [read_checkpoint(path).step for path in run.checkpoints()] == [5, 10]
+
+
 def test_broken_newest_gives_the_one_before_loudly(tmp_path, caplog):
     run = RunFolder.open(tmp_path, CONFIG)
     save(run, 25, 50, 75, 100)
