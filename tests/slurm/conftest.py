@@ -17,7 +17,7 @@ NODES = ("n1", "n2")
 
 CONF = r"""
 ClusterName=tests
-SlurmctldHost={host}
+SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmctldPort={port}
 AuthType=auth/munge
