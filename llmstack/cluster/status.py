@@ -17,7 +17,7 @@ from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.lock import LOCK_FILE, is_locked
 from llmstack.cluster.record import JobRecord
 from llmstack.cluster.requeue import newest_step
-from llmstack.cluster.slurm import SlurmError, slurm
+from llmstack.cluster.slurm import SlurmError, job_facts, slurm
 from llmstack.cluster.submission import queue_state
 from llmstack.errors import UserError
 
@@ -178,7 +178,8 @@ def cancel(path: Path, wait_seconds: float) -> str:
     job = jobs[-1]["job"] if jobs else None
     queued = queue_state(job) if job is not None else None
     if job is not None and queued is not None:
-        restart = max(event["restart"] for event in jobs if event["job"] == job)
+        # As Slurm counts: one that has just been queued again has not said so itself yet.
+        restart = int(job_facts(job).get("Restarts", "0"))
         state, _ = queued
         record.add("ended", job, restart, reason="cancelled", step=newest_step(run))
         if state in ("PENDING", "REQUEUED", "CONFIGURING"):
