@@ -300,3 +300,25 @@ def test_a_lost_node_is_left_behind(submit: Any, tmp_path: Path, cluster: Cluste
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     finally:
         cluster.start_node("n2")
+
+
+@full
+@pytest.mark.timeout(900)
+def test_a_sweep_trains_every_point_and_measures_the_best(submit: Any, tmp_path: Path) -> None:
+    """One array job, one after the other; then perplexity and report of the point with the lowest validation loss."""
+    text = tmp_path / "held-out.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    sweep = tmp_path / "rates.yaml"
+    sweep.write_text("rate: ['--model.optimizer.lr 1e-6', '--model.optimizer.lr 1e-2']\n")
+    data = ["-c", "data/embedded.yaml", "--data.embedded_vocab_size", "512", "--data.block_size", "32"]
+    options = [*data, "-c", "trainer/cpu.yaml", "--trainer.max_steps", "20", "--run.validate_every", "null"]
+    more = ["--cpu-ranks-per-node", "1", "--mem", "1G", "--time", "30", "--evaluate", str(text)]
+    run = submit("sweep", *options, "--sweep", str(sweep), "--at-once", "1", *more, base=TINY)
+    run.wait_for_state("COMPLETED", 400, run.jobs[1])
+    losses = [rows_of(run.path / point)[-1]["val_loss"] for point in ("0000", "0001")]
+    assert losses[1] < losses[0] - 0.1
+    assert not (run.path / "0000" / "report").exists()
+    assert "held-out.txt" in (run.path / "0001" / "report" / "report.html").read_text()
+    states = run.llmstack("status", str(run.path)).stdout.splitlines()
+    assert [line.split(",")[0] for line in states] == [f"{run.path}/{point}: finished" for point in ("0000", "0001")]
+    assert {event["job"] for event in JobRecord(run.path / "0001").read()} == {f"{run.job}_1"}
