@@ -33,3 +33,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs the right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=30)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that wait for Slurm come first, so that no worker is left alone with them at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))

@@ -187,7 +187,7 @@ def test_a_killed_rank_ends_the_job_soon_and_it_comes_back(submit: Any, tmp_path
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("by", ["llmstack cancel", "scancel"])
+@pytest.mark.parametrize("by", ["scancel", pytest.param("llmstack cancel", marks=full)])
 def test_a_cancelled_job_has_saved_and_stays_away(by: str, submit: Any, tmp_path: Path) -> None:
     pace = callbacks(tmp_path, Orders={"folder": str(tmp_path), "pace": 0.1})
     options = ["--trainer.max_steps", "4000", "--run.checkpoint_every", "1000", "--run.validate_every", "null"]
