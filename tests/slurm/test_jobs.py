@@ -167,6 +167,7 @@ def test_a_job_outlives_its_time_limit_and_loses_nothing(cycles: int, submit: An
     assert f"finished, step {steps} of {steps}, requeued {len(requeued)} time" in state
 
 
+@full
 @pytest.mark.timeout(600)
 def test_a_killed_rank_ends_the_job_soon_and_it_comes_back(submit: Any, tmp_path: Path) -> None:
     pace = callbacks(tmp_path, Orders={"folder": str(tmp_path), "pace": 0.2})
