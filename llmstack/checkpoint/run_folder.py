@@ -35,6 +35,7 @@ from llmstack.checkpoint.format import (
 from llmstack.checkpoint.lock import LOCK_FILE, FolderLock
 from llmstack.checkpoint.metrics import MetricsFile
 from llmstack.errors import UserError
+from llmstack.yaml_files import parse_yaml
 
 Status = Literal["new", "resume", "finished"]
 
@@ -251,11 +252,7 @@ class RunFolder:
 
 def parse_config(content: bytes, where: str | Path) -> dict[str, Any]:
     """The configuration in the ``content`` of ``where``; a :class:`UserError` if it is no YAML mapping."""
-    try:
-        config = yaml.safe_load(content.decode("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where} is not readable as YAML: {reason}") from error
+    config = parse_yaml(content, where)
     if not isinstance(config, dict):
         raise UserError(f"{where} is no configuration")
     return config

@@ -25,6 +25,7 @@ from llmstack.training.datamodule import LanguageData
 from llmstack.training.launch import cluster_environment
 from llmstack.training.module import LanguageModel
 from llmstack.training.rhythm import RunConfig
+from llmstack.yaml_files import read_yaml
 
 # Field docstrings of the configuration classes are the help of the command line.
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -166,17 +167,21 @@ def described(command: str, arguments: Sequence[str]) -> dict[str, Any]:
         UserError: as :func:`parse`, where the values themselves tell.
     """
     cli, _ = parse(command, arguments, DescribingCLI)
-    return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))
+    return _plain(cli)
 
 
 def configuration(cli: Any) -> dict[str, Any]:
     """The complete configuration as plain values, without where the run lies: what makes two runs the same."""
-    values = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))
+    values = _plain(cli)
     for section, option in (("data", "files"), ("data", "tokenizer"), ("model", "init_from")):
         values[section][option] = _absolute(values[section][option])
     values.pop("config", None)
     values["run"].pop("dir", None)
     return values
+
+
+def _plain(cli: Any) -> dict[str, Any]:
+    return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))
 
 
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:
@@ -211,10 +216,7 @@ def _resolve_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _checked(path: Path) -> str:
     """A YAML file whose sections are mappings: a null one would silently drop what earlier files said."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path} is not readable as YAML: {_one_line(error)}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise UserError(f"{path} is no configuration: it holds {'nothing' if content is None else 'no mapping'}")
     unknown = sorted(str(name) for name in content if name not in (*SECTIONS, "seed_everything"))

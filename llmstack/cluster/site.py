@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmstack.errors import UserError
+from llmstack.yaml_files import read_yaml
 
 SITE = "LLMSTACK_SITE"
 """Variable with the site file's path; else ``~/.config/llmstack/site.yaml`` is used, if there is one."""
@@ -53,10 +52,7 @@ class Site:
         file = Path(given or "~/.config/llmstack/site.yaml").expanduser()
         if given is None and not file.is_file():
             return cls()
-        try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-            raise UserError(f"site file {file} is not readable: {' '.join(str(error).split())}") from error
+        content = read_yaml(file)
         if not isinstance(content, dict):
             raise UserError(f"site file {file} holds no mapping")
         return cls(**{str(name): _checked(file, str(name), value) for name, value in content.items()})

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.files import write_atomically
 from llmstack.errors import UserError
 from llmstack.shipped import find_config
+from llmstack.yaml_files import read_yaml
 
 POINTS_FILE = "points.json"
 MOST_POINTS = 10_000
@@ -53,10 +52,7 @@ def read_sweep(name: str) -> list[Point]:
         UserError: there is no such file, or it is none.
     """
     path = find_config(name)
-    try:
-        axes = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not readable as YAML: {' '.join(str(error).split())}") from error
+    axes = read_yaml(path)
     if not isinstance(axes, dict) or not axes:
         raise UserError(f"{path} is no sweep: it must map the name of each axis to a list of alternatives")
     for axis, alternatives in axes.items():
