@@ -127,17 +127,22 @@ def train(
     ):
         log.say(mixture)
     if trainer.global_step < trainer.max_steps:
-        made = trainer.global_step
-        where = f"{run.path} {f'is saved at step {made}' if made else 'has made no step'} of {trainer.max_steps}"
-        if skipped.at_limit:
-            raise Stopped(
-                f"{skipped.in_a_row} steps in a row had no finite gradient; {where} (a lower learning rate or more "
-                "warm-up may help)",
-                status=1,
-            )
-        raise Stopped(f"{where}; the same command continues it", 128 + stop.received if stop.received else 1)
+        raise _early_stop(trainer, run, stop, skipped)
     if trainer.is_global_zero:
         run.finish(trainer.global_step)
+
+
+def _early_stop(trainer: L.Trainer, run: RunFolder, stop: StopOnSignal, skipped: SkippedSteps) -> Stopped:
+    """Why the run has ended before its last step, and where it stands."""
+    made = trainer.global_step
+    where = f"{run.path} {f'is saved at step {made}' if made else 'has made no step'} of {trainer.max_steps}"
+    if skipped.at_limit:
+        return Stopped(
+            f"{skipped.in_a_row} steps in a row had no finite gradient; {where} (a lower learning rate or more "
+            "warm-up may help)",
+            status=1,
+        )
+    return Stopped(f"{where}; the same command continues it", 128 + stop.received if stop.received else 1)
 
 
 def require_room(model: ModelConfig, run: RunFolder, config: RunConfig, max_steps: int) -> None:
