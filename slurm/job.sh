@@ -20,6 +20,7 @@ CODE=@{code}
 PYTHON=@{python}
 export PYTHONPATH=$CODE@{pythonpath}
 export OMP_NUM_THREADS=@{threads}
+export LLMSTACK_STOP_SIGNAL=USR1
 @{setup}
 # A job that comes back runs the code and the environment that it began with, or says that they are gone and stops.
 if ! (cd "$CODE" && sha256sum --check --quiet SHA256SUMS); then

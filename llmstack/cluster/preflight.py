@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from llmstack.checkpoint.environment import package_versions
 from llmstack.checkpoint.run_folder import parse_config
-from llmstack.cluster.record import SLURM_FOLDER
+from llmstack.cluster.record import SLURM_FOLDER, SUBMITTED_CONFIG
 from llmstack.cluster.requeue import BAD_NODES
 from llmstack.cluster.snapshot import PACKAGES
 from llmstack.errors import Stopped, UserError
@@ -62,7 +62,7 @@ def submitted_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: this node does not see it, or it is no longer what was submitted.
     """
-    file = path / SLURM_FOLDER / "config.yaml"
+    file = path / SUBMITTED_CONFIG
     try:
         config = parse_config(file.read_bytes(), file)
     except OSError as error:

@@ -12,6 +12,9 @@ from llmstack.checkpoint.files import failing_in_one_line
 
 SLURM_FOLDER = "slurm"
 
+SUBMITTED_CONFIG = Path(SLURM_FOLDER) / "config.yaml"
+"""In the folder of a submitted run: its complete configuration, before the run itself has written its own."""
+
 Event = Literal["submitted", "started", "requeued", "ended"]
 """``ended``: for good, with a reason; the others explain themselves."""
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.format import checkpoint_step
-from llmstack.cluster.record import SLURM_FOLDER, JobRecord
+from llmstack.checkpoint.run_folder import parse_config
+from llmstack.cluster.record import SLURM_FOLDER, SUBMITTED_CONFIG, JobRecord
 from llmstack.cluster.script import seconds
 from llmstack.cluster.slurm import Job, SlurmError, job_facts, slurm
 from llmstack.errors import UserError
@@ -35,10 +36,8 @@ class Limits:
 
     @classmethod
     def of(cls, run: RunFolder) -> Limits:
-        """Those of its configuration; the defaults where the run had not begun."""
-        if not run.config_path.is_file():
-            return cls()
-        options = run.config.get("run") or {}
+        """Those of its configuration; the defaults where there is none yet, of a script that nobody has submitted."""
+        options = known_config(run).get("run") or {}
         return cls(**{field.name: int(options.get(field.name, field.default)) for field in fields(cls)})
 
 
@@ -133,6 +132,18 @@ def _exclude(job: str, nodes: Sequence[str]) -> None:
             return
         except SlurmError:
             time.sleep(0.5)
+
+
+def known_config(run: RunFolder) -> dict[str, Any]:
+    """The configuration of a run, or of one that was submitted and has not begun; empty where there is neither.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    submitted = run.path / SUBMITTED_CONFIG
+    if run.config_path.is_file():
+        return run.config
+    return parse_config(submitted.read_bytes(), submitted) if submitted.is_file() else {}
 
 
 def newest_step(run: RunFolder) -> int:

@@ -48,15 +48,6 @@ class Shape:
                 "(--signal-seconds)"
             )
 
-    @property
-    def options(self) -> list[str]:
-        """What the run's own configuration takes from here."""
-        kind = "gpu" if self.gpus else "cpu"
-        return [
-            *("--trainer.num_nodes", str(self.nodes), "--trainer.devices", str(self.tasks)),
-            *("--trainer.accelerator", kind),
-        ]
-
 
 def seconds(time: str) -> int:
     """Of a time limit as Slurm writes it: M, M:S, H:M:S, or D-H, D-H:M, D-H:M:S.

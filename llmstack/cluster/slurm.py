@@ -67,3 +67,22 @@ def job_facts(job: str) -> dict[str, str]:
     # Values may hold blanks and equal signs, names do not.
     fields = re.split(r"(?:^|\s)([A-Z][A-Za-z:/]*)=", lines[0] if lines else "")
     return dict(zip(fields[1::2], fields[2::2], strict=True))
+
+
+def queue_state(job: str) -> tuple[str, str] | None:
+    """State of a job that waits or runs, and why or where it does; None: it has ended.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    try:
+        lines = slurm("squeue", "--noheader", "--jobs", job, "--format", "%T|%R", "--states=all").splitlines()
+    except SlurmError as error:
+        if "Invalid job id" in str(error):  # so long ago that it is forgotten
+            return None
+        raise
+    for line in lines:
+        state, _, where = line.strip().partition("|")
+        if state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "STOPPED"):
+            return state, where
+    return None

@@ -63,6 +63,7 @@ def _contents() -> dict[str, bytes]:
     return contents | {SUMS: sums.encode()}
 
 
+@cache
 def installed_packages() -> str:
     """All packages of this environment with their versions, as pip lists them."""
     found = {(one.metadata["Name"] or "").lower(): one.version for one in metadata.distributions()}

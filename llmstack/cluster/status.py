@@ -16,9 +16,9 @@ from typing import Any
 from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.lock import LOCK_FILE, is_locked
 from llmstack.cluster.record import JobRecord
-from llmstack.cluster.requeue import newest_step
-from llmstack.cluster.slurm import SlurmError, job_facts, slurm
-from llmstack.cluster.submission import queue_state
+from llmstack.cluster.requeue import known_config, newest_step
+from llmstack.cluster.slurm import SlurmError, job_facts, queue_state, slurm
+from llmstack.cluster.sweep import POINTS_FILE
 from llmstack.errors import UserError
 
 RECENT_STEPS = 20
@@ -80,7 +80,6 @@ def status_of(path: Path) -> RunStatus:
     events = record.read()
     if run.status == "new" and not events:
         raise UserError(f"{path} holds no run")
-    submitted = [event for event in events if event["event"] == "submitted"]
     job = events[-1]["job"] if events else None
     of_job = [event for event in events if event["job"] == job]
     rows = run.metrics.read() if run.metrics.path.is_file() else []
@@ -97,7 +96,7 @@ def status_of(path: Path) -> RunStatus:
         run=str(path),
         state=state,
         reason=reason,
-        job=job if submitted or of_job else None,
+        job=job,
         requeued=max((event["restart"] + (event["event"] == "requeued") for event in of_job), default=0),
         step=step,
         max_steps=max_steps,
@@ -135,12 +134,7 @@ def _state(run: RunFolder, job: str | None, events: list[dict[str, Any]]) -> tup
 
 
 def _max_steps(run: RunFolder) -> int | None:
-    file = run.config_path if run.config_path.is_file() else run.path / "slurm" / "config.yaml"
-    if not file.is_file():
-        return None
-    from llmstack.checkpoint.run_folder import parse_config
-
-    trainer = parse_config(file.read_bytes(), file).get("trainer")
+    trainer = known_config(run).get("trainer")
     steps = trainer.get("max_steps") if isinstance(trainer, dict) else None
     return steps if isinstance(steps, int) and steps > 0 else None
 
@@ -161,9 +155,9 @@ def _last_error(path: Path) -> str | None:
 def runs_below(folder: Path) -> Iterator[Path]:
     """Run folders directly in ``folder`` or in a sweep there, by name."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if (path / "config.yaml").is_file() or JobRecord(path).path.is_file():
+        if RunFolder(path).config_path.is_file() or JobRecord(path).path.is_file():
             yield path
-        elif (path / "points.json").is_file():
+        elif (path / POINTS_FILE).is_file():
             yield from runs_below(path)
 
 
@@ -185,7 +179,8 @@ def cancel(path: Path, wait_seconds: float) -> str:
         if state in ("PENDING", "REQUEUED", "CONFIGURING"):
             slurm("scancel", job)
             return f"job {job} waited and is gone; {_saved(run)}"
-        _signal_steps(job)
+        # To the ranks, which note it whatever signal else announces their end.
+        slurm("scancel", "--signal=TERM", job)
         if _ended(lambda: queue_state(job) is None, wait_seconds):
             return f"job {job} has ended; {_saved(run)}"
         return (
@@ -200,14 +195,6 @@ def cancel(path: Path, wait_seconds: float) -> str:
     if _ended(lambda: not is_locked(path), wait_seconds):
         return f"process {holder['pid']} has ended; {_saved(run)}"
     return f"process {holder['pid']} has been told and still works after {wait_seconds:.0f} s"
-
-
-def _signal_steps(job: str) -> None:
-    """The signal that the ranks take for the end of their time."""
-    try:
-        slurm("scancel", f"--signal={os.environ.get('LLMSTACK_STOP_SIGNAL', 'USR1')}", job)
-    except SlurmError as error:
-        raise UserError(str(error)) from error
 
 
 def _ended(condition: Any, seconds: float) -> bool:

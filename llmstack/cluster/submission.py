@@ -17,15 +17,14 @@ from llmstack.checkpoint import RunFolder
 from llmstack.checkpoint.files import failing_in_one_line, write_atomically
 from llmstack.checkpoint.lock import FolderLock
 from llmstack.checkpoint.run_folder import refuse_other_config
-from llmstack.cluster.record import SLURM_FOLDER, JobRecord
+from llmstack.cluster.record import SLURM_FOLDER, SUBMITTED_CONFIG, JobRecord
 from llmstack.cluster.requeue import BAD_NODES
 from llmstack.cluster.script import Place
-from llmstack.cluster.slurm import SlurmError, slurm
+from llmstack.cluster.slurm import SlurmError, queue_state, slurm
 from llmstack.cluster.snapshot import PACKAGES, installed_packages, snapshot_path, take_snapshot
 from llmstack.cluster.sweep import Point, write_points
 from llmstack.errors import UserError
 
-CONFIG = Path(SLURM_FOLDER) / "config.yaml"
 FIT_SCRIPT, EVALUATION_SCRIPT = "fit.sh", "evaluate.sh"
 
 
@@ -65,25 +64,6 @@ def refuse_busy(planned: Planned) -> None:
         raise UserError(
             f"{planned.path}: job {jobs[-1]} of this run is waiting or running; cancel it first (llmstack cancel)"
         )
-
-
-def queue_state(job: str) -> tuple[str, str] | None:
-    """State of a job that waits or runs, and why or where it does; None: it has ended.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
-    try:
-        lines = slurm("squeue", "--noheader", "--jobs", job, "--format", "%T|%R", "--states=all").splitlines()
-    except SlurmError as error:
-        if "Invalid job id" in str(error):  # so long ago that it is forgotten
-            return None
-        raise
-    for line in lines:
-        state, _, where = line.strip().partition("|")
-        if state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "STOPPED"):
-            return state, where
-    return None
 
 
 def place_of(root: Path, run: str, log: str) -> Place:
@@ -148,7 +128,9 @@ def write_run(planned: Planned) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (planned.path / "logs").mkdir(exist_ok=True)
     (folder / BAD_NODES).unlink(missing_ok=True)
-    write_atomically(planned.path / CONFIG, yaml.safe_dump(dict(planned.config), sort_keys=False, allow_unicode=True))
+    write_atomically(
+        planned.path / SUBMITTED_CONFIG, yaml.safe_dump(dict(planned.config), sort_keys=False, allow_unicode=True)
+    )
     write_atomically(folder / PACKAGES, installed_packages())
 
 

@@ -14,9 +14,11 @@ from llmstack.checkpoint import MetricsFile, RunFolder
 from llmstack.checkpoint.metrics import MetricsRow
 from llmstack.cli.main import main
 from llmstack.cluster import JobRecord
+from llmstack.cluster.requeue import Limits
 from llmstack.cluster.status import status_of
 from llmstack.cluster.sweep import best_run, points_in, read_sweep, write_points
 from llmstack.errors import UserError
+from llmstack.training.rhythm import RunConfig
 from tests.e2e.job import LAYOUTS, Job, callbacks, newest, rows_of
 
 STOP: dict[str, object] = {"step": 2, "reason": "stopped"}
@@ -73,6 +75,18 @@ def test_what_became_of_its_job(
     assert words in found.reason
     assert found.job == "12"
     assert found.requeued == max(restart + (event == "requeued") for event, restart, _ in events)
+
+
+def test_limits_are_those_that_were_submitted_before_the_run_has_begun(tmp_path: Path) -> None:
+    """A job that fails in its checks has no configuration but that."""
+    run = RunFolder(tmp_path / "run")
+    defaults = RunConfig()
+    assert Limits.of(run) == Limits() == Limits(defaults.max_requeues, defaults.max_stalled_requeues)
+    (run.path / "slurm").mkdir(parents=True)
+    (run.path / "slurm" / "config.yaml").write_text("run: {max_requeues: 0, max_stalled_requeues: 7}\n")
+    assert Limits.of(run) == Limits(0, 7)
+    run.config_path.write_text("run: {max_requeues: 5}\n")
+    assert Limits.of(run) == Limits(5, 3)
 
 
 def test_a_line_that_a_full_disk_has_cut_is_passed_over(tmp_path: Path) -> None:
@@ -147,6 +161,7 @@ class TestSweeps:
             ("lr: []\n", "lr must be a list"),
             ("""lr: ["--a 'b"]\n""", "cannot be read"),
             ("lr: [\n", "not readable"),
+            ("[" * 3000, "not readable"),
             ("".join(f"a{n}: ['x', 'y']\n" for n in range(14)), "16,384 points"),
         ],
     )

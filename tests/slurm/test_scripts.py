@@ -53,6 +53,7 @@ def test_every_number_is_the_same_everywhere_and_slurm_takes_it(
         "gpus-per-node": str(gpus),
         "partition": "paper",
     }
+    assert "\nexport LLMSTACK_STOP_SIGNAL=USR1\n" in script  # whatever else the user's shell says
     (step,) = re.findall(r"^ +srun (.*?)\"\$PYTHON\"", script, re.MULTILINE | re.DOTALL)
     options = dict(re.findall(r"--([\w-]+)=(\S+)", step))
     assert f"\nNODES={nodes}\n" in script
