@@ -5,12 +5,12 @@ processes share, perhaps on several machines. Who builds holds a *baton*, a file
 that is made at the start and removed at the end; the others wait until it is gone and then import what is there. A
 killed build leaves the baton, and everybody after it waits for ever.
 
-So every process of ours builds alone, under a ``flock`` of our own, which the kernel takes from a process that dies,
-and signs it while it builds. Whoever gets the lock and finds the signature of another knows that this one died, and
-that a baton younger than the signature was its own: it is cleared at once. Any other baton belongs to a program that is
-not ours, perhaps alive on another machine, and is cleared only when nothing in its folder has changed for
-:data:`LONGEST_BUILD`. Neither is cleared while a process of this machine still works in the folder: the compilers of a
-build outlive a killed parent.
+So a process of ours builds an operation alone, under a ``flock`` of our own for each, which the kernel takes from a
+process that dies, and signs it while it builds. Whoever gets the lock and finds the signature of another knows that
+this one died, and that a baton younger than the signature was its own: it is cleared at once. Any other baton belongs
+to a program that is not ours, perhaps alive on another machine, and is cleared only when nothing in its folder has
+changed for :data:`LONGEST_BUILD`. Neither is cleared while a process of this machine still works in the folder: the
+compilers of a build outlive a killed parent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATIENCE = 5.0
 
 @contextmanager
 def building_extensions() -> Iterator[None]:
-    """Inside, extensions are built by one process at a time, and with no baton of a dead build in the way.
+    """Inside, one process at a time builds an extension, and no baton of a dead build is in the way.
 
     Each call of ``torch.utils.cpp_extension.load`` is made so, and only that: ranks that exchange something between two
     builds do not wait for each other here. One such block inside another adds nothing.
@@ -51,7 +51,7 @@ def building_extensions() -> Iterator[None]:
     def load(name: str, *arguments: Any, **options: Any) -> Any:
         root = extensions_folder()
         root.mkdir(parents=True, exist_ok=True)
-        with _alone(root) as died_at:
+        with _alone(root, name) as died_at:
             _wait_for_the_baton(root, name, died_at)
             return plain_load(name, *arguments, **options)
 
@@ -69,20 +69,21 @@ def extensions_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
-def clear_stale_locks(root: Path, died_at: float | None) -> list[Path]:
-    """Remove the batons of dead builds below ``root``, and with each the libraries there.
+def clear_stale_batons(root: Path, name: str, died_at: float | None) -> list[Path]:
+    """Remove the batons of dead builds of an extension, and with each the libraries there.
 
     One may be half linked. Ninja, which has no record of its end, would link it again, but a program that is not ours
     and waits for this baton imports what it finds when that is gone.
 
     Args:
-        root: see :func:`extensions_folder`; the caller is alone there.
-        died_at: when the process began that died while it was alone there; None: none did.
+        root: see :func:`extensions_folder`.
+        name: the extension; the caller alone builds it.
+        died_at: when the process began that died while it alone built it; None: none did.
 
     Returns:
         the batons removed; a line names each.
     """
-    cleared = [baton for baton in _batons(root) if _is_stale(baton, died_at)]
+    cleared = [baton for baton in _batons(root, name) if _is_stale(baton, died_at)]
     for baton in cleared:
         for library in baton.parent.glob("*.so"):
             library.unlink()
@@ -94,8 +95,8 @@ def clear_stale_locks(root: Path, died_at: float | None) -> list[Path]:
 def _wait_for_the_baton(root: Path, name: str, died_at: float | None) -> None:
     said = False
     while True:
-        clear_stale_locks(root, died_at)
-        held = [baton for baton in _batons(root) if baton.parent.name == name]
+        clear_stale_batons(root, name, died_at)
+        held = _batons(root, name)
         if not held:
             return
         if not said:
@@ -122,9 +123,9 @@ def _describe(baton: Path) -> str:
     )
 
 
-def _batons(root: Path) -> list[Path]:
+def _batons(root: Path, name: str) -> list[Path]:
     """Below the cache lies a folder for each Python and accelerator, below TORCH_EXTENSIONS_DIR none."""
-    return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
+    return sorted([*root.glob(f"{name}/lock"), *root.glob(f"*/{name}/lock")])
 
 
 def _processes_in(folder: Path) -> list[int]:
@@ -142,10 +143,10 @@ def _processes_in(folder: Path) -> list[int]:
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[float | None]:
-    """Hold ``root``. Gives the time at which the holder before signed, if it died without taking the signature back."""
-    with open(root / ".llmstack.lock", "a+") as file:
-        locked = _acquire(file, root)
+def _alone(root: Path, name: str) -> Iterator[float | None]:
+    """Hold an extension. Gives the time at which the holder before signed, if it died with its signature there."""
+    with open(root / f".llmstack-{name}.lock", "a+") as file:
+        locked = _acquire(file, root / name)
         file.seek(0)
         died_at = os.fstat(file.fileno()).st_mtime if file.read() and locked else None
         file.truncate(0)
@@ -157,7 +158,7 @@ def _alone(root: Path) -> Iterator[float | None]:
             file.truncate(0)
 
 
-def _acquire(file: IO[str], root: Path) -> bool:
+def _acquire(file: IO[str], built: Path) -> bool:
     """Wait for the lock; false where the file system has none."""
     began, said = time.monotonic(), False
     while True:
@@ -167,11 +168,12 @@ def _acquire(file: IO[str], root: Path) -> bool:
         except BlockingIOError:
             if not said and time.monotonic() - began > PATIENCE:
                 file.seek(0)
-                _say(f"waiting for {file.read() or 'another process'}, which builds extensions in {root}")
+                _say(f"waiting for {file.read() or 'another process'}, which builds {built}")
                 said = True
             time.sleep(0.1)
         except OSError as error:
-            _say(f"{root} has no locks ({error.strerror}): start one process first where an operation is not built yet")
+            place = f"{built.parent} has no locks ({error.strerror})"
+            _say(f"{place}: start one process first where an operation is not built yet")
             return False
 
 

@@ -302,7 +302,7 @@ def test_a_killed_extension_build_does_not_hold_up_a_run(tmp_path: Path) -> None
     for built in list(extensions_folder().glob(f"**/{folder.name}"))[:1]:
         shutil.copytree(built, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (root / ".llmstack.lock").write_text("process 1 on another-host")
+    (root / f".llmstack-{folder.name}.lock").write_text("process 1 on another-host")
     (folder / "lock").touch()
     (folder / "deepspeed_shm_comm.so").write_text("half a library")
     arguments = [*LAYOUTS["zero1 on 1"], "--trainer.max_steps", "1"]

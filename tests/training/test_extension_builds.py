@@ -15,11 +15,12 @@ SOURCE = 'extern "C" int answer() {\n    return 42;\n}\n'
 
 USE = """
 import contextlib, ctypes, sys
+name = sys.argv[3]
 import torch.utils.cpp_extension as extensions
 from llmstack.training.extension_builds import building_extensions
 guard, guard_again = [building_extensions() if sys.argv[1] == "ours" else contextlib.nullcontext() for _ in range(2)]
 with guard, guard_again:
-    library = extensions.load("answer", sys.argv[2], is_python_module=False)
+    library = extensions.load(name, sys.argv[2], is_python_module=False)
 print(ctypes.CDLL(library).answer())
 """
 
@@ -54,8 +55,8 @@ def use(tmp_path: Path) -> Iterator[Use]:
     environment = {**os.environ, "CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     started: list[subprocess.Popen[str]] = []
 
-    def run(whose: str = "ours") -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", USE, whose, str(source)]
+    def run(whose: str = "ours", name: str = "answer") -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", USE, whose, str(source), name]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
         return started[-1]
@@ -133,6 +134,17 @@ def test_ranks_that_start_together_build_once(use: Use, tmp_path: Path) -> None:
     ranks = [use(), use(), use()]
     assert [output(rank)[0] for rank in ranks] == ["42\n"] * 3
     assert log(tmp_path) == ["begin compile", "end compile", "begin link", "end link"]
+
+
+def test_a_build_waits_only_for_builds_of_the_same_extension(use: Use, tmp_path: Path) -> None:
+    (tmp_path / "hold-link").touch()
+    slow = use()
+    wait_for(lambda: "begin link" in log(tmp_path))
+    other = use(name="another")
+    wait_for(lambda: log(tmp_path).count("begin link") == 2)
+    assert slow.poll() is None
+    (tmp_path / "hold-link").unlink()
+    assert [output(one)[0] for one in (slow, other)] == ["42\n"] * 2
 
 
 def test_a_living_build_of_another_program_is_waited_for(use: Use, tmp_path: Path) -> None:
