@@ -57,7 +57,6 @@ class Attention(nn.Module):
         if cache is not None:
             assert positions is not None, "a cache needs the positions to write at"
             k, v = cache.update(k, v, positions)
-            k, v = k.to(q.dtype), v.to(q.dtype)
         out = self._attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim))
 

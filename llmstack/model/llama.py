@@ -14,7 +14,7 @@ from llmstack.model.attention import Attention, Mask, attention_mask, document_p
 from llmstack.model.config import ModelConfig
 from llmstack.model.float32 import Float32Buffers
 from llmstack.model.head import LMHead
-from llmstack.model.kv_cache import KVCache, LayerCache
+from llmstack.model.kv_cache import Cache, LayerCache
 from llmstack.model.norms.method import Gather, NormMethod, whole
 from llmstack.model.recompute import Recompute, recomputed
 from llmstack.model.rope import RotaryEmbedding, Rotation
@@ -223,7 +223,7 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """What the final norm sees, [batch, seq, hidden] after the last block.
 

@@ -107,7 +107,7 @@ def test_a_generator_remembers_nothing_of_earlier_prompts(random_model: Callable
     first = list(generator.stream(LONG, 30, sampling))
     assert list(generator.stream(SHORT, 30, sampling)) == list(Generator(model, 64).stream(SHORT, 30, sampling))
     assert list(generator.stream(LONG, 30, sampling)) == first
-    for buffer in generator.cache.buffers():
+    for buffer in generator.runner.cache.buffers():
         buffer.fill_(torch.nan)
     assert list(generator.stream(LONG, 30, sampling)) == first
 
@@ -142,9 +142,9 @@ def test_padding_ids_of_the_embedding_are_never_drawn(random_model: Callable[...
 
 def test_the_cache_takes_the_computed_bytes(random_model: Callable[..., Llama]):
     model = random_model()
-    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        generator = Generator(model, 50, dtype=dtype)
-        found = sum(buffer.numel() * buffer.element_size() for buffer in generator.cache.buffers())
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2), (torch.int8, 1)):
+        generator = Generator(model, 50, cache_dtype=dtype)
+        found = sum(buffer.numel() * buffer.element_size() for buffer in generator.runner.cache.buffers())
         assert found == cache_bytes(model.config, 1, 50, size)
         assert len(list(generator.stream(SHORT, 3))) == 3
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from llmstack.errors import UserError
 from llmstack.model.norms.bhyt_star import BareBoundedTanh, BHyTStar, BoundedTanh, Statistics
-from llmstack.model.norms.folded import Folded, without_affine
+from llmstack.model.norms.folded import Folded
 from llmstack.model.norms.layer_ranges import parse_layers, select_layers
 from llmstack.model.norms.method import NOTHING, Gather, whole
 
@@ -53,7 +53,7 @@ class FirstBHyT(BoundedTanh):
         return self.squash(x, (spread, mean)), (spread + correction, mean)
 
     def folded(self) -> Folded:
-        return super().folded()._replace(remains=without_affine(self, FirstBareBHyT))
+        return self.folded_into(FirstBareBHyT)
 
 
 class SecondBHyT(BoundedTanh):
@@ -67,11 +67,22 @@ class SecondBHyT(BoundedTanh):
         return self.squash(x, carry)
 
     def folded(self) -> Folded:
-        return super().folded()._replace(remains=without_affine(self, SecondBareBHyT))
+        return self.folded_into(SecondBareBHyT)
 
 
 class FirstBareBHyT(BareBoundedTanh, FirstBHyT):
     """The first site without its γ."""
+
+    correction: Tensor
+    """c_attn·λ²/κ²."""
+
+    def settle(self) -> None:
+        super().settle()
+        self.register_buffer("correction", self.c_attn * self.ratio**2, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Statistics]:  # type: ignore[override]
+        spread, mean = self.statistics(x)
+        return self.bounded(x, (spread, mean)), (spread + self.correction, mean)
 
 
 class SecondBareBHyT(BareBoundedTanh, SecondBHyT):

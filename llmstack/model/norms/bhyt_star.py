@@ -83,7 +83,13 @@ class BoundedTanh(Float32Buffers, nn.Module):
 
     def folded(self) -> Folded:
         """γ goes; λ, inside the tanh, stays."""
-        return Folded(without_affine(self, BareBoundedTanh), Affine(self.weight))
+        return self.folded_into(BareBoundedTanh)
+
+    def folded_into(self, kind: type[BareBoundedTanh]) -> Folded:
+        """The same where ``kind`` remains."""
+        bare = without_affine(self, kind)
+        bare.settle()
+        return Folded(bare, Affine(self.weight))
 
 
 class FirstBoundedTanh(BoundedTanh):
@@ -94,11 +100,24 @@ class FirstBoundedTanh(BoundedTanh):
         return super().forward(x), None
 
     def folded(self) -> Folded:
-        return super().folded()._replace(remains=without_affine(self, FirstBareBoundedTanh))
+        return self.folded_into(FirstBareBoundedTanh)
 
 
 class BareBoundedTanh(BoundedTanh):
-    """The tanh alone: what remains when γ was folded away."""
+    """The tanh alone: what remains when γ was folded away. What does not depend on x is computed once, in fp32."""
+
+    ratio: Tensor
+    """λ/κ."""
+
+    def settle(self) -> None:
+        """Compute the constants."""
+        self.register_buffer("ratio", _wide(self.lam.detach()) / self.kappa, persistent=False)
+
+    def bounded(self, x: Tensor, statistics: Statistics) -> Tensor:
+        spread, mean = statistics
+        if mean is not None:
+            return super().bounded(x, statistics)
+        return torch.tanh(_wide(x) * (self.ratio * torch.rsqrt(spread + EPS))).to(x.dtype)
 
     def squash(self, x: Tensor, statistics: Statistics) -> Tensor:
         return self.bounded(x, statistics)

@@ -34,7 +34,7 @@ Both are computed in fp32 at least: what is left in bf16 is that the folded weig
 """
 
 
-class FoldError(RuntimeError):
+class FoldError(UserError):
     """The folded model does not compute what the original does; the message has the numbers."""
 
 
@@ -58,9 +58,9 @@ def fold(model: Llama, *, defer_scale: bool = False) -> Llama:
         UserError: norms that are half removed, or a model that is folded already.
         FoldError: the logits of the two differ by more than :data:`TOLERANCES`.
     """
-    if any(block.norm_method is None for block in model.blocks):
+    if is_folded(model):
         raise UserError("fold: this model is folded already")
-    folded = _inference_copy(model)
+    folded = inference_copy(model, untied=isinstance(model.norm, Foldable))
     left = []
     for layer, block in enumerate(folded.blocks):
         sites = block.attention_norm, block.mlp_norm
@@ -76,9 +76,14 @@ def fold(model: Llama, *, defer_scale: bool = False) -> Llama:
     return folded
 
 
-def _inference_copy(model: Llama) -> Llama:
-    """Modules of their own over the parameters of ``model``, the head untied where the final norm will go into it."""
-    tied = model.config.tie_word_embeddings and not isinstance(model.norm, Foldable)
+def is_folded(model: Llama) -> bool:
+    """Whether ``model`` came from :func:`fold`."""
+    return any(block.norm_method is None for block in model.blocks)
+
+
+def inference_copy(model: Llama, untied: bool = False) -> Llama:
+    """Modules of their own over the parameters of ``model``; a tied head stays so unless ``untied``."""
+    tied = model.config.tie_word_embeddings and not untied
     with torch.device("meta"):
         copy = Llama(replace(model.config, tie_word_embeddings=tied))
     # New parameters over the same storage: over the same parameters, a cast of the copy would cast the original.
@@ -207,7 +212,7 @@ def _exact_logits(model: Llama, ids: Tensor) -> Tensor:
     """
     training, precision = model.training, torch.get_float32_matmul_precision()
     wide = torch.promote_types(model.embed_tokens.weight.dtype, torch.float32)
-    exact = model if model.embed_tokens.weight.dtype == wide else _inference_copy(model).to(wide)
+    exact = model if model.embed_tokens.weight.dtype == wide else inference_copy(model).to(wide)
     exact.eval()
     torch.set_float32_matmul_precision("highest")
     try:
