@@ -67,3 +67,19 @@ class Copy:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of all ``tensors`` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Read:
+    """A sum over a buffer too large for any cache: the least that an operation can take which reads so many bytes.
+
+    Args:
+        device: whose memory is read.
+    """
+
+    bytes = 2**30
+
+    def __init__(self, device: torch.device) -> None:
+        self._parts = [torch.ones(self.bytes // 32, device=device) for _ in range(8)]
+
+    def __call__(self) -> list[Tensor]:
+        return [part.sum() for part in self._parts]

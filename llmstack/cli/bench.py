@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmstack.cli import bench_data, bench_norm
+from llmstack.cli import bench_data, bench_decode, bench_norm
 
-BENCHES = (bench_norm, bench_data)
+BENCHES = (bench_decode, bench_norm, bench_data)
 
 
 def add_parser(subparsers: Any) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmstack.errors import UserError
@@ -168,16 +167,17 @@ class DeferredRMSNorm(BareRMSNorm):
         return Unscaled(x, self.scale(x))
 
 
-class DeferredLinear(nn.Linear):
+class DeferredLinear(nn.Module):
     """A linear layer that divides its product. The bias, which is not to be divided, comes after."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
+        super().__init__()
+        self.linear = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.linear.weight, self.bias = linear.weight, linear.bias
 
-    def forward(self, read: Unscaled) -> Tensor:  # type: ignore[override]
+    def forward(self, read: Unscaled) -> Tensor:
         """Input [batch, seq, in] and its scale -> [batch, seq, out] in the input's dtype."""
-        product = F.linear(read.x, self.weight)
+        product = self.linear(read.x)
         scaled = (product * read.scale).to(product.dtype)
         return scaled if self.bias is None else scaled + self.bias
 
