@@ -70,9 +70,9 @@ def main():
         model = GPT(config)
     model.load_state_dict(weights, assign=True)
     del given, weights
-    model.to(device=device, dtype=dtype).eval()
     model.max_seq_length = spec["max_length"]
     model.cos, model.sin = model.rope_cache(device=device)
+    model.to(device).eval()
     model.set_kv_cache(batch_size=1, device=device, dtype=dtype)
     prompt = torch.tensor(spec["prompts"], device=device)
 
