@@ -20,7 +20,7 @@ HEAVY = (
 NEEDED_BY_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools", "sympy")
 ALLOWED = ("torch", "torchgen", "functorch", "typing_extensions", *NEEDED_BY_TORCH, "safetensors", "yaml", "_yaml")
 
-BARE = """
+HIDING = """
 import sys
 from importlib.machinery import PathFinder
 
@@ -33,22 +33,30 @@ def hide(name, path=None, target=None):
     return None if installed and name.partition(".")[0] not in {allowed} else spec
 
 PathFinder.find_spec = hide
+"""
+
+BARE = """
 import torch
 from llmstack.checkpoint import load_model, write_checkpoint
 from llmstack.inference import Generator, Sampling
 from llmstack.model import Llama, ModelConfig
 from llmstack.training.step import micro_batch_loss
 
-config = ModelConfig.preset("tiny", vocab_size=64, norm={{"method": "bhyt"}})
+config = ModelConfig.preset("tiny", vocab_size=64, norm={"method": "bhyt"})
 model = Llama(config)
 ids = torch.arange(16).view(2, 8)
-micro_batch_loss(model, {{"input_ids": ids, "labels": ids, "valid_tokens": 16}})[0].backward()
+micro_batch_loss(model, {"input_ids": ids, "labels": ids, "valid_tokens": 16})[0].backward()
 path = sys.argv[1] + "/step-00000001"
 write_checkpoint(path, step=1, config=config.to_dict(), weights=model.state_dict())
 loaded = load_model(path)
 assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters()))
 print(list(Generator(loaded, max_length=16).stream([1, 2], 4, Sampling())))
 """
+
+
+def hiding_all_but_torch(code: str) -> str:
+    """``code``, which finds installed packages only as far as torch, safetensors and PyYAML need them."""
+    return HIDING.format(allowed=ALLOWED) + code
 
 
 LIGHT = ["model", "checkpoint", "inference", "training.step", "training.optim", "training.diagnostics", "accounting"]
@@ -69,7 +77,8 @@ def test_help_loads_no_torch() -> None:
 
 def test_they_work_with_torch_safetensors_and_pyyaml_alone(tmp_path: Path) -> None:
     """Every other package is hidden: build, train a step, save, load, generate."""
-    code = BARE.format(allowed=ALLOWED)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", hiding_all_but_torch(BARE), str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert len(eval(done.stdout)) == 4

@@ -40,7 +40,7 @@ class StreamedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in] -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         if rows.shape[0] <= FEW_ROWS:
             product = torch.ops.llmstack.linear_bf16(rows, self.weight)
         elif self._native:
@@ -65,7 +65,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in] -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         if rows.shape[0] <= FEW_ROWS:
             product = torch.ops.llmstack.linear_int8(rows, self.weight, self.scale)
         else:
@@ -88,7 +88,7 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in] -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         if rows.shape[0] <= FEW_ROWS:
             product = torch.ops.llmstack.linear_int4(rows, self.packed, self.scale)
         else:
@@ -136,10 +136,7 @@ def quantise(model: Llama, weights: Weights) -> None:
     weight = model.embed_tokens.weight
     if weight.dtype != torch.bfloat16:
         raise UserError(f"{weights} weights: the model must be in bf16, not {weight.dtype}")
-    try:
-        import torchao  # noqa: F401
-    except ImportError:
-        raise UserError(f"{weights} weights need torchao: pip install 'llmstack[quantize]'") from None
+    _import_torchao(weights)
     on_cpu = weight.device.type == "cpu"
     if on_cpu:
         try:
@@ -152,6 +149,21 @@ def quantise(model: Llama, weights: Weights) -> None:
                 f"int4 weights: {name} reads {linear.weight.shape[1]} numbers, not a multiple of {INT4_GROUP}; use int8"
             )
         setattr(parent, name, _on_cpu(linear, weights) if on_cpu else _on_gpu(linear, weights))
+
+
+def _import_torchao(weights: Weights) -> None:
+    # It says at length which of its libraries for other machines it could not load.
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        import torchao.quantization  # noqa: F401
+    except ImportError:
+        raise UserError(f"{weights} weights need torchao: pip install 'llmstack[quantize]'") from None
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _matrices(model: Llama) -> list[tuple[nn.Module, str, nn.Linear | LMHead]]:

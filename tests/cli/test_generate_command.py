@@ -1,5 +1,6 @@
 """``llmstack generate`` as a user runs it, on the real stories260K."""
 
+import io
 import json
 from pathlib import Path
 
@@ -80,6 +81,82 @@ def test_a_shown_seed_repeats_the_text(stories: Path, tmp_path: Path, capsys: py
     assert capsys.readouterr().out != text
 
 
+def test_every_form_gives_the_published_ids(
+    stories: Path, published_ids: list[int], capsys: pytest.CaptureFixture[str]
+):
+    command = ["generate", str(stories / "hf"), "--max-new-tokens", "100", "--ids"]
+    for option in (["--no-fold"], ["--draft", "lookup"], ["--draft", str(stories / "hf"), "--draft-tokens", "3"]):
+        assert main([*command, *option]) == 0
+        out, err = capsys.readouterr()
+        assert out == ",".join(map(str, published_ids[:100])) + "\n"
+        assert ("proposed tokens" in err) == ("--draft" in option)
+
+
+def test_samples_are_those_of_their_seeds(stories: Path, capsys: pytest.CaptureFixture[str]):
+    command = [
+        "generate",
+        str(stories / "hf"),
+        "--max-new-tokens",
+        "30",
+        "--min-p",
+        "0.05",
+        "--repetition-penalty",
+        "1.1",
+    ]
+    alone = []
+    for seed in (7, 8, 9):
+        assert main([*command, "--seed", str(seed)]) == 0
+        alone.append(f"[{seed}] {capsys.readouterr().out}")
+    assert main([*command, "--seed", "7", "--num-samples", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(alone)
+    assert "90 new ones" in err
+
+
+def test_ends_before_a_stop_text_and_with_a_stop_id(
+    stories: Path, published_ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole, report = (stories / "greedy-256.txt").read_text(), tmp_path / "report.json"
+    command = ["generate", str(stories / "hf"), "--max-new-tokens", "200", "--json", str(report)]
+    assert main([*command, "--stop", "nowhere", "--stop", "loved to p"]) == 0
+    assert capsys.readouterr().out == whole.partition("loved to p")[0] + "\n"
+    assert json.loads(report.read_text())["finish"] == "stop"
+    stop = published_ids[20]
+    assert main([*command, "--ids", "--stop-ids", f"3,{stop}"]) == 0
+    found = [int(part) for part in capsys.readouterr().out.split(",")]
+    assert found == published_ids[: published_ids.index(stop) + 1]
+
+
+def test_a_bias_forbids_an_id(stories: Path, published_ids: list[int], capsys: pytest.CaptureFixture[str]):
+    first = published_ids[0]
+    command = ["generate", str(stories / "hf"), "--max-new-tokens", "1", "--ids"]
+    assert main([*command, "--logit-bias", f"{first}:-inf,5:-1.5"]) == 0
+    assert capsys.readouterr().out != f"{first}\n"
+
+
+@pytest.mark.parametrize("option", [["--weights", "int8"], ["--cache-dtype", "int8"], ["--dtype", "bf16"]])
+def test_less_exact_forms_still_tell_a_story(stories: Path, option: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", str(stories / "hf"), "--max-new-tokens", "20", *option]) == 0
+    assert capsys.readouterr().out.startswith("Once upon a time, there was a")
+
+
+def test_each_line_of_input_is_continued(
+    stories: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = ["generate", str(stories / "hf"), "--max-new-tokens", "12"]
+    texts = ["Once upon", "Tom had", "Once upon"]
+    alone = []
+    for text in texts:
+        assert main([*command, "--prompt", text]) == 0
+        alone.append(capsys.readouterr().out)
+    too_long = "word " * 2000
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*texts[:1], too_long, *texts[1:]])))
+    assert main([*command, "--interactive"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(alone)
+    assert "shorten one of them" in err
+
+
 def test_ends_at_eos(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # A copy of the model whose head always prefers EOS.
     model = load_model(stories / "hf")
@@ -124,6 +201,16 @@ def test_ids_go_in_and_out_without_a_tokenizer(without_tokenizer: Path, capsys: 
         (["--prompt-ids", "1", "--no-cache", "--compile"], "needs the cache"),
         (["--prompt-ids", "1", "--prompt", "x"], "not allowed with"),
         (["--prompt-file", "missing.txt"], "no tokenizer"),
+        (["--interactive"], "of a checkpoint with a tokenizer"),
+        (["--prompt-ids", "1", "--stop", "x"], "stop strings need a tokenizer"),
+        (["--prompt-ids", "1", "--stop-ids", "x"], "--stop-ids x: not whole numbers"),
+        (["--prompt-ids", "1", "--logit-bias", "4"], "--logit-bias 4: not ID:X"),
+        (["--prompt-ids", "1", "--logit-bias", "40:1"], "id 40 is outside"),
+        (["--prompt-ids", "1", "--min-p", "2"], "min_p is 2.0"),
+        (["--prompt-ids", "1", "--repetition-penalty", "0"], "repetition_penalty is 0.0"),
+        (["--prompt-ids", "1", "--num-samples", "0"], "0 is no whole number of at least 1"),
+        (["--prompt-ids", "1", "--weights", "int8", "--dtype", "fp32"], "must be in bf16"),
+        (["--prompt-ids", "1", "--draft", "nowhere"], "nowhere"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(
