@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llmstack.checkpoint import Source
     from llmstack.model import ModelConfig
 
-_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2), "fp16": ("float16", 2)}
+_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2), "fp16": ("float16", 2), "int8": ("int8", 1)}
 
 
 def add_parser(subparsers: Any) -> None:

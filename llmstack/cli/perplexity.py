@@ -17,6 +17,7 @@ from llmstack.errors import UserError
 if TYPE_CHECKING:
     from llmstack.checkpoint import Source
     from llmstack.evaluation.perplexity import TokenSequence
+    from llmstack.model import Llama
     from llmstack.tokenizer import BosEosPolicy, Tokenizer
 
 _NAMES = ("c4", "wikitext2")
@@ -60,6 +61,12 @@ def add_parser(subparsers: Any) -> None:
         "--stride", type=int, metavar="S", help="tokens between two windows of a longer text (default: the window)"
     )
     parser.add_argument("--tokenizer", metavar="T", help="tokenizer file or folder (default: the checkpoint's)")
+    parser.add_argument(
+        "--weights",
+        choices=("fp32", "bf16", "int8", "int4"),
+        default="fp32",
+        help="as which they are used; int8 and int4 as `generate` does, in bf16 around them (default: %(default)s)",
+    )
     parser.add_argument("--output", type=output_file, metavar="F.json", help="also write the result to this file")
     parser.set_defaults(run=run)
 
@@ -77,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer, policy = _tokenizer(args, source)
     window = args.window if args.window is not None else _default_window(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(source, device=device)
+    model = _as_weights(load_model(source, device=device), args.weights)
     with _Progress() as progress:
         sequences = _sequences(args, tokenizer, policy)
         result = score(model, sequences, window=window, stride=args.stride, progress=progress)
@@ -102,12 +109,25 @@ def run(args: argparse.Namespace) -> int:
             "window": window,
             "stride": args.stride or window,
             "bos": policy.bos,
+            "weights": args.weights,
             "dataset": args.dataset,
             "checkpoint": str(source.path),
             "tokenizer": tokenizer.fingerprint,
         }
         write_atomically(args.output, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return 0
+
+
+def _as_weights(model: Llama, weights: str) -> Llama:
+    if weights == "fp32":
+        return model
+    from llmstack.inference.generate import inference_form
+    from llmstack.inference.linear import quantise
+
+    model = inference_form(model.bfloat16(), fold=True)
+    if weights != "bf16":
+        quantise(model, weights)  # type: ignore[arg-type]
+    return model
 
 
 def _check(args: argparse.Namespace) -> None:

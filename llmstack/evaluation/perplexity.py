@@ -9,10 +9,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from llmstack.errors import UserError
-from llmstack.model.head import IGNORE_INDEX
+from llmstack.model.head import IGNORE_INDEX, LMHead
 
 if TYPE_CHECKING:
     from llmstack.model import Llama
@@ -176,7 +177,13 @@ def _batch_nats(model: Llama, batch: list[tuple[list[int], list[int]]]) -> float
     # Padding on the right needs no mask: under causal attention no token sees what comes after it.
     inputs = _padded([ids for ids, _ in batch], 0).to(device)
     labels = _padded([labels for _, labels in batch], IGNORE_INDEX).to(device)
-    return float(model.lm_head(model.hidden_states(inputs), labels).double().sum())
+    head: nn.Module = model.lm_head
+    hidden = model.hidden_states(inputs)
+    if isinstance(head, LMHead):
+        return float(head(hidden, labels).double().sum())
+    # A head of whole numbers gives logits alone.
+    logits = head(hidden).float().flatten(0, 1)
+    return float(F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").double().sum())
 
 
 def _padded(rows: list[list[int]], value: int) -> Tensor:

@@ -45,6 +45,9 @@ def test_stories260k(shared: Path, capsys: pytest.CaptureFixture[str]):
     assert found["kv_cache"]["bytes"] == 2 * 5 * 4 * 8 * 512 * 3 * 4
     assert found["training"] is None
     assert found["tokenizer"] is not None
+    int8 = described(capsys, str(shared / "checkpoints/stories260K/hf"), "--dtype", "int8", "--context", "10")
+    # A byte for each number, four for the scale of each vector.
+    assert int8["kv_cache"]["bytes"] == 2 * 5 * 4 * 10 * (8 + 4)
 
 
 def test_bhyt_shows_its_sites_its_values_and_the_training_state(

@@ -31,6 +31,27 @@ def test_stories260k_on_200_tinystories_has_the_known_loss(
     assert "1.4772 nats per token" in capsys.readouterr().out
 
 
+def test_int8_costs_less_than_half_a_percent(ckpt: str, shared: Path, tmp_path: Path):
+    pytest.importorskip("torchao")
+    found = {}
+    for weights in ("fp32", "bf16", "int8"):
+        output = tmp_path / f"{weights}.json"
+        c4 = str(shared / "c4/c4_en_valid_1k.jsonl")
+        options = ["--per-document", "--max-tokens", "512", "--max-documents", "30", "--output", str(output)]
+        assert main(["perplexity", ckpt, "--dataset", c4, "--weights", weights, *options]) == 0
+        found[weights] = json.loads(output.read_text())
+    assert found["int8"]["tokens"] == found["fp32"]["tokens"]
+    assert found["int8"]["perplexity"] != found["bf16"]["perplexity"]
+    for weights in ("bf16", "int8"):
+        assert found[weights]["perplexity"] == pytest.approx(found["fp32"]["perplexity"], rel=0.01)
+    assert found["int8"]["perplexity"] == pytest.approx(found["bf16"]["perplexity"], rel=0.005)
+
+
+def test_int4_of_a_width_that_has_no_groups_is_refused(ckpt: str, tinystories: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["perplexity", ckpt, "--dataset", tinystories, "--weights", "int4"]) == 2
+    assert "not a multiple of 64; use int8" in capsys.readouterr().err
+
+
 def test_one_text_is_scored_whole_and_a_stride_gives_it_more_context(
     ckpt: str, tinystories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
