@@ -122,12 +122,8 @@ def _as_weights(model: Llama, weights: str) -> Llama:
     if weights == "fp32":
         return model
     from llmstack.inference.generate import inference_form
-    from llmstack.inference.linear import quantise
 
-    model = inference_form(model.bfloat16(), fold=True)
-    if weights != "bf16":
-        quantise(model, weights)  # type: ignore[arg-type]
-    return model
+    return inference_form(model.bfloat16(), weights=None if weights == "bf16" else weights)  # type: ignore[arg-type]
 
 
 def _check(args: argparse.Namespace) -> None:

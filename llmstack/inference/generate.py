@@ -434,20 +434,34 @@ def _runner(
 ) -> Runner:
     if use_cache:
         model.config.norm_method.check_decoding(model)
-    prepared = inference_form(model, fold)
-    if weights is None:
-        stream_on_cpu(prepared)
-    else:
-        quantise(prepared, weights)
+    prepared = inference_form(model, fold, weights)
     if not use_cache:
         return UncachedRunner(prepared, batch_size, max_length)
     dtype = cache_dtype or model.embed_tokens.weight.dtype
     return CachedRunner(prepared, batch_size, max_length, dtype, compile)
 
 
-def inference_form(model: Llama, fold: bool) -> Llama:
-    """A model of its own for inference over the weights of ``model``; folded, where that is wanted and possible."""
-    if fold and not is_folded(model):
+def inference_form(model: Llama, fold: bool = True, weights: Weights | None = None) -> Llama:
+    """A model of its own for inference over the weights of ``model``; folded, where that is wanted and possible.
+
+    Args:
+        model: stays as it is.
+        fold: fold its norms.
+        weights: as whole numbers; none: as they are, in bf16 on a CPU with the products made for it.
+
+    Raises:
+        UserError: as :func:`~llmstack.inference.linear.quantise` does.
+    """
+    prepared = _folded(model) if fold else inference_copy(model)
+    if weights is None:
+        stream_on_cpu(prepared)
+    else:
+        quantise(prepared, weights)
+    return prepared
+
+
+def _folded(model: Llama) -> Llama:
+    if not is_folded(model):
         try:
             return fold_norms(model)
         except UserError as error:

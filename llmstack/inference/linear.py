@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import Any, Literal, cast
 
 import torch
@@ -26,7 +27,30 @@ Weights = Literal["int8", "int4"]
 """How matrices are stored: one scale for each row of int8, or for each 64 numbers of int4. Activations stay as are."""
 
 
-class StreamedLinear(nn.Module):
+class FewRowsLinear(nn.Module, ABC):
+    """A linear layer of bf16 activations that has a product of its own for few rows of input."""
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.bias = cast(nn.Parameter | None, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., in] -> [..., out]."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        product = self.of_few(rows) if rows.shape[0] <= FEW_ROWS else self.of_many(rows)
+        product = product.view(*x.shape[:-1], -1)
+        return product if self.bias is None else product + self.bias
+
+    @abstractmethod
+    def of_few(self, rows: Tensor) -> Tensor:
+        """``rows`` [n, in] times the matrix, [n, out]."""
+
+    @abstractmethod
+    def of_many(self, rows: Tensor) -> Tensor:
+        """The same in the time of arithmetic."""
+
+
+class StreamedLinear(FewRowsLinear):
     """bf16 weights.
 
     With many rows the product is formed in fp32 where the processor has no instructions for bf16: PyTorch's own then
@@ -34,68 +58,60 @@ class StreamedLinear(nn.Module):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight, self.bias = cast(nn.Parameter, weight), cast(nn.Parameter | None, bias)
+        super().__init__(bias)
+        self.weight = cast(nn.Parameter, weight)
         self._native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in] -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if rows.shape[0] <= FEW_ROWS:
-            product = torch.ops.llmstack.linear_bf16(rows, self.weight)
-        elif self._native:
-            return F.linear(x, self.weight, self.bias)
-        else:
-            product = F.linear(rows.float(), self.weight.float()).to(x.dtype)
-        product = product.view(*x.shape[:-1], -1)
-        return product if self.bias is None else product + self.bias
+    def of_few(self, rows: Tensor) -> Tensor:
+        """See :class:`FewRowsLinear`."""
+        return torch.ops.llmstack.linear_bf16(rows, self.weight)
+
+    def of_many(self, rows: Tensor) -> Tensor:
+        """See :class:`FewRowsLinear`."""
+        if self._native:
+            return F.linear(rows, self.weight)
+        return F.linear(rows.float(), self.weight.float()).to(rows.dtype)
 
 
-class Int8Linear(nn.Module):
-    """Weights in int8, bf16 activations."""
+class Int8Linear(FewRowsLinear):
+    """Weights in int8."""
 
     weight: Tensor
     scale: Tensor
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
+        super().__init__(bias)
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.flatten())
-        self.bias = cast(nn.Parameter | None, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in] -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if rows.shape[0] <= FEW_ROWS:
-            product = torch.ops.llmstack.linear_int8(rows, self.weight, self.scale)
-        else:
-            product = (F.linear(rows.float(), self.weight.float()) * self.scale).to(x.dtype)
-        product = product.view(*x.shape[:-1], -1)
-        return product if self.bias is None else product + self.bias
+    def of_few(self, rows: Tensor) -> Tensor:
+        """See :class:`FewRowsLinear`."""
+        return torch.ops.llmstack.linear_int8(rows, self.weight, self.scale)
+
+    def of_many(self, rows: Tensor) -> Tensor:
+        """See :class:`FewRowsLinear`."""
+        return (F.linear(rows.float(), self.weight.float()) * self.scale).to(rows.dtype)
 
 
-class Int4Linear(nn.Module):
-    """Weights in int4, two to a byte; bf16 activations."""
+class Int4Linear(FewRowsLinear):
+    """Weights in int4, two to a byte."""
 
     packed: Tensor
     scale: Tensor
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
+        super().__init__(bias)
         self.register_buffer("packed", pack_int4(weight))
         self.register_buffer("scale", scale)
-        self.bias = cast(nn.Parameter | None, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in] -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if rows.shape[0] <= FEW_ROWS:
-            product = torch.ops.llmstack.linear_int4(rows, self.packed, self.scale)
-        else:
-            weight = unpack_int4(self.packed).float().view(*self.scale.shape, -1) * self.scale[..., None]
-            product = F.linear(rows.float(), weight.flatten(1)).to(x.dtype)
-        product = product.view(*x.shape[:-1], -1)
-        return product if self.bias is None else product + self.bias
+    def of_few(self, rows: Tensor) -> Tensor:
+        """See :class:`FewRowsLinear`."""
+        return torch.ops.llmstack.linear_int4(rows, self.packed, self.scale)
+
+    def of_many(self, rows: Tensor) -> Tensor:
+        """See :class:`FewRowsLinear`."""
+        weight = unpack_int4(self.packed).float().view(*self.scale.shape, -1) * self.scale[..., None]
+        return F.linear(rows.float(), weight.flatten(1)).to(rows.dtype)
 
 
 def pack_int4(weight: Tensor) -> Tensor:

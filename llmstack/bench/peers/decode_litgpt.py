@@ -1,7 +1,6 @@
 """Greedy decoding by litgpt: its model with its static cache, one row, eager or with the decoding step compiled."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,11 +10,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
 from safetensors.torch import load_file
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+from serving import resident, serve
 
 
 def config_of(folder):
@@ -92,15 +87,7 @@ def main():
                 token = decode(token, torch.tensor([prompt.shape[1] + index], device=device))
         return seconds, found
 
-    _, found = answer()
-    about = {
-        "ids": found,
-        "memory": torch.cuda.max_memory_allocated() if device == "cuda" else resident() - before,
-        "start_seconds": time.perf_counter() - began,
-    }
-    print(json.dumps(about), flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(answer()[0]), flush=True)
+    serve(answer, device, before, began)
 
 
 main()

@@ -1,11 +1,11 @@
 """Greedy decoding by transformers' own ``generate``: dynamic cache, static cache, or static and compiled."""
 
 import json
-import os
 import sys
 import time
 
 import torch
+from serving import resident, serve
 from transformers import AutoModelForCausalLM
 
 
@@ -22,11 +22,6 @@ class Clock:
 
     def end(self):
         pass
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main():
@@ -50,24 +45,16 @@ def main():
         began = time.perf_counter()
         if clock is not None:
             found = model.generate(ids, streamer=clock, **options)
-            return clock.seconds, found
+            return clock.seconds, found[0, ids.shape[1] :].tolist()
         # Several rows cannot be streamed: one token, then all, tells what the others took.
         model.generate(ids, **{**options, "min_new_tokens": 1, "max_new_tokens": 1})
         first = time.perf_counter() - began
         again = time.perf_counter()
         found = model.generate(ids, **options)
         rest = (time.perf_counter() - again - first) / (spec["new"] - 1)
-        return [first + rest * index for index in range(spec["new"])], found
+        return [first + rest * index for index in range(spec["new"])], found[0, ids.shape[1] :].tolist()
 
-    _, found = answer()
-    about = {
-        "ids": found[0, ids.shape[1] :].tolist(),
-        "memory": torch.cuda.max_memory_allocated() if device == "cuda" else resident() - before,
-        "start_seconds": time.perf_counter() - began,
-    }
-    print(json.dumps(about), flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(answer()[0]), flush=True)
+    serve(answer, device, before, began)
 
 
 main()
