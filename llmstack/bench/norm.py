@@ -108,12 +108,16 @@ class BlockNorms:
         self.attention, self.mlp = method.attention_norm(config, 0), method.mlp_norm(config, 0)
         after = (method.after_attention(config, 0), method.after_mlp(config, 0))
         self.after = [norm for norm in after if not isinstance(norm, nn.Identity)]
-        for norm in (self.attention, self.mlp, *self.after):
+        for norm in self.sites():
             norm.to(device, dtype)
         self._streams = [self._draw(shape).requires_grad_() for _ in range(2 + len(self.after))]
         if variant.phase is not None:
             for norm in (self.attention, self.mlp):
                 enter_phase(norm, variant.phase, self._streams[0].detach())
+
+    def sites(self) -> list[nn.Module]:
+        """The norms of the block."""
+        return [self.attention, self.mlp, *self.after]
 
     @property
     def x(self) -> Tensor:
