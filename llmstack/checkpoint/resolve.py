@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
 
-from llmstack.checkpoint.format import MANIFEST, Checkpoint, checkpoint_step, read_checkpoint
+from llmstack.checkpoint.format import MANIFEST, Checkpoint, checkpoint_step, read_checkpoint, sha256_of
 from llmstack.checkpoint.gpt2 import is_gpt2
 from llmstack.checkpoint.huggingface import INDEX_FILE, WEIGHTS_FILE, load_huggingface
 from llmstack.checkpoint.remote import local_checkpoint
@@ -57,6 +60,16 @@ class Source:
     """Folder with the tokenizer's files, if there is one."""
     checkpoint: Checkpoint | None
     """With the training state, if it is one of ours."""
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 (hexadecimal) of architecture and weights: models with the same one give the same numbers."""
+        if self.checkpoint is not None:
+            files = {file.name: file.sha256 for file in self.checkpoint.files if file.role == "model"}
+        else:
+            files = {path.name: sha256_of(path) for path in self.weights.paths}
+        content = json.dumps([self.config.to_dict(), files], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def resolve(ckpt: str | Path) -> Source:

@@ -46,6 +46,11 @@ class TensorFiles(Mapping[str, Tensor]):
                 places[name] = path, name
         return cls(places)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files, sorted."""
+        return sorted({path for path, _ in self._places.values()})
+
     def renamed(self, names: Mapping[str, str]) -> TensorFiles:
         """The tensors ``{new: old}`` of these, under the new names."""
         return TensorFiles({new: self._places[old] for new, old in names.items()})
@@ -59,7 +64,7 @@ class TensorFiles(Mapping[str, Tensor]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, without reading any."""
         found: dict[str, tuple[int, ...]] = {}
-        for path in {path for path, _ in self._places.values()}:
+        for path in self.paths:
             with _opened(path) as file:
                 for name, (place, stored) in self._places.items():
                     if place == path:

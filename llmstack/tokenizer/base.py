@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -91,8 +92,17 @@ class Tokenizer(ABC):
         """The bytes an id that is not special stands for inside a text."""
 
     @abstractmethod
+    def _special_name(self, token_id: int) -> str:
+        """The name of a special id."""
+
+    @abstractmethod
     def _definition(self) -> bytes:
         """What defines the mapping from text to ids, in a form that does not depend on the file's layout."""
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The special ids by the names that chat templates write for them."""
+        return {self._special_name(token_id): token_id for token_id in sorted(self.special_ids)}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -102,11 +112,24 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; [] for "". A lone surrogate, which no UTF-8 text can hold, is read as U+FFFD."""
-        return self._encode(_without_lone_surrogates(text)) if text else []
+        return self._encode(without_lone_surrogates(text)) if text else []
+
+    def encode_marked(self, text: str) -> list[int]:
+        """``encode`` of a text in which the names of special tokens mean these, as a chat template writes it."""
+        names = "|".join(map(re.escape, self._names_longest_first))
+        parts = re.split(f"({names})", text) if names else [text]
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            ids += [self.special_tokens[part]] if number % 2 else self.encode(part)
+        return ids
+
+    @cached_property
+    def _names_longest_first(self) -> list[str]:
+        return sorted(self.special_tokens, key=len, reverse=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of every text, on all cores in the main process and on one core in a worker process."""
-        return self._encode_batch([_without_lone_surrogates(text) for text in texts])
+        return self._encode_batch([without_lone_surrogates(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``; special ids add nothing, bytes that are not UTF-8 become U+FFFD.
@@ -145,7 +168,7 @@ class Tokenizer(ABC):
             policy_path.write_text(json.dumps(policy.to_dict()) + "\n", encoding="utf-8")
 
 
-def _without_lone_surrogates(text: str) -> str:
+def without_lone_surrogates(text: str) -> str:
     if text.isascii():
         return text
     try:

@@ -40,6 +40,9 @@ class Gpt2Tokenizer(RustTokenizer):
     def _token_bytes(self, token_id: int) -> bytes:
         return byte_level_bytes(self._tokens.get(token_id, ""))
 
+    def _special_name(self, token_id: int) -> str:
+        return self._tokens[token_id]
+
     def _definition(self) -> bytes:
         vocab = json.dumps(json.loads(self._files["vocab.json"]), sort_keys=True)
         return json.dumps([vocab, _read_merges(self._files["merges.txt"])]).encode()

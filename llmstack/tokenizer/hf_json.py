@@ -67,6 +67,9 @@ class HfJsonTokenizer(RustTokenizer):
             return self._added[token_id].encode()
         return self._to_bytes(self._tokens.get(token_id, ""))
 
+    def _special_name(self, token_id: int) -> str:
+        return self._added.get(token_id) or self._tokens[token_id]
+
     def _definition(self) -> bytes:
         parts = {key: self._spec.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return json.dumps(parts, sort_keys=True).encode()

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from llmstack.tokenizer.base import Tokenizer
+from llmstack.tokenizer.base import Tokenizer, without_lone_surrogates
 from llmstack.tokenizer.workers import make_fork_safe
 
 if TYPE_CHECKING:
@@ -42,6 +42,14 @@ class RustTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return self._encode_batch([text])[0]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """As the base class says; the library knows what its special tokens do to the spaces around them."""
+        self._backend.encode_special_tokens = False
+        try:
+            return self._backend.encode(without_lone_surrogates(text), add_special_tokens=False).ids
+        finally:
+            self._backend.encode_special_tokens = True
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         pieces: list[str] = []

@@ -82,6 +82,9 @@ class SentencePieceTokenizer(Tokenizer):
     def library_batch(self, texts: list[str]) -> object:
         return self._processor.encode(texts, num_threads=batch_threads())
 
+    def _special_name(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
     def _token_bytes(self, token_id: int) -> bytes:
         piece = self._pieces[token_id]
         if self._processor.is_byte(token_id):

@@ -93,6 +93,9 @@ class Llama3Tokenizer(Tokenizer):
     def _token_bytes(self, token_id: int) -> bytes:
         return self._tokens[token_id]
 
+    def _special_name(self, token_id: int) -> str:
+        return SPECIAL_TOKENS[token_id - NUM_RANKS]
+
     def _definition(self) -> bytes:
         return self._files["tokenizer.model"]
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from llmstack.checkpoint.files import failing_in_one_line
-from llmstack.training.ranks import Ranks
+from llmstack.ranks import Ranks
 
 
 class EventLog:

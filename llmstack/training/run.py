@@ -22,6 +22,7 @@ from llmstack.checkpoint import (
 from llmstack.data import bits_per_byte
 from llmstack.errors import Stopped, UserError
 from llmstack.model import Llama, ModelConfig
+from llmstack.ranks import Ranks
 from llmstack.signals import StopSignals
 from llmstack.tokenizer import load_tokenizer
 from llmstack.training.callbacks import (
@@ -40,7 +41,6 @@ from llmstack.training.callbacks import (
 from llmstack.training.datamodule import LanguageData
 from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel, fit_to_data, open_initial_weights
-from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
 from llmstack.training.strategies import Ddp, Zero
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from llmstack.checkpoint import Checkpoint, host_copy
 from llmstack.checkpoint.tensors import TensorFiles
+from llmstack.ranks import Ranks
 from llmstack.training.module import LanguageModel
 from llmstack.training.optim import optimizer_tensors, restore_optimizer
-from llmstack.training.ranks import Ranks
 
 Tensors = dict[str, Tensor]
 

@@ -29,6 +29,7 @@ from llmstack.cli.configured import TRAINER_DEFAULTS, quiet_libraries
 from llmstack.data import SampleOrder
 from llmstack.model import ModelConfig
 from llmstack.model.recompute import Recompute
+from llmstack.ranks import Ranks
 from llmstack.training.callbacks import NormLife, SkippedSteps
 from llmstack.training.callbacks.guards import set_counters
 from llmstack.training.callbacks.step import StepCallback
@@ -36,7 +37,6 @@ from llmstack.training.datamodule import LanguageData
 from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel
 from llmstack.training.optim import OptimizerConfig
-from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
 from llmstack.training.state import restore_state, share_of_state
 from llmstack.training.step import token_losses

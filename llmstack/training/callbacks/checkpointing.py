@@ -14,13 +14,13 @@ import lightning as L
 from llmstack.checkpoint import BackgroundWriter, Checkpoint, Mirror, RunFolder, write_checkpoint
 from llmstack.checkpoint.ranks import on_every_rank
 from llmstack.errors import Stopped, UserError
+from llmstack.ranks import Ranks
 from llmstack.training.callbacks.guards import SkippedSteps, set_counters
 from llmstack.training.callbacks.metrics import Metrics
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.datamodule import LanguageData
 from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel
-from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
 from llmstack.training.state import restore_masters, restore_state, share_of_state
 

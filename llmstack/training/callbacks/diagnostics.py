@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmstack.checkpoint import DiagnosticsFile, DiagnosticsRow
+from llmstack.ranks import Ranks
 from llmstack.training.callbacks.metrics import Metrics
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.diagnostics import Quantity, diagnose, gradient_norms
 from llmstack.training.module import LanguageModel
-from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
 
 

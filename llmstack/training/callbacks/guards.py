@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from llmstack.errors import Stopped
+from llmstack.ranks import Ranks
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel
-from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
 
 

@@ -16,10 +16,10 @@ import torch
 
 from llmstack.accounting import CONVENTIONS, Convention, model_flops_per_token, model_flops_utilisation
 from llmstack.checkpoint import MetricsFile, MetricsRow
+from llmstack.ranks import Ranks
 from llmstack.training.callbacks.profiling import Profiling
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.module import LanguageModel
-from llmstack.training.ranks import Ranks
 
 SPIKE_WINDOW = 128
 """Steps whose losses a new one is compared with."""

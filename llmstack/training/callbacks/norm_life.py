@@ -8,10 +8,10 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from llmstack.ranks import Ranks
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.module import LanguageModel
 from llmstack.training.probe import probe
-from llmstack.training.ranks import Ranks
 
 
 class NormLife(StepCallback):

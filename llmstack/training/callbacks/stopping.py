@@ -10,10 +10,10 @@ from typing import Any
 import lightning as L
 
 from llmstack.errors import Stopped, UserError
+from llmstack.ranks import Ranks
 from llmstack.signals import StopSignals
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.module import LanguageModel
-from llmstack.training.ranks import Ranks
 
 
 class StopOnSignal(StepCallback):

@@ -9,9 +9,9 @@ import lightning as L
 
 from llmstack.checkpoint import read_checkpoint
 from llmstack.errors import Stopped
+from llmstack.ranks import Ranks
 from llmstack.training.callbacks.step import StepCallback
 from llmstack.training.module import LanguageModel
-from llmstack.training.ranks import Ranks
 from llmstack.training.rhythm import RunConfig
 from llmstack.training.strategies import RankLauncher
 from llmstack.training.watchdog import Watchdog
