@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,11 +21,15 @@ class Ranks:
         self.rank, self.world_size = 0, 1
         self._group: dist.ProcessGroup | None = None
 
-    def connect(self) -> None:
-        """Called by every rank at the same point."""
+    def connect(self, patience: timedelta | None = None) -> None:
+        """Called by every rank at the same point.
+
+        Args:
+            patience: with the slowest rank at an exchange; none: half an hour. One that dies is noticed at once.
+        """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=patience)
 
     @property
     def is_first(self) -> bool:

@@ -63,6 +63,7 @@ HOW_IT_RUNS = (
     *(f"trainer.{name}" for name in ("accelerator", "devices", "num_nodes", "strategy", "accumulate_grad_batches")),
     *("data.micro_batch_size", "data.num_workers", "model.compile", "model.activation_checkpointing"),
     *("run.diagnose_every", "run.diagnose_attention", "run.mirror", "run.max_requeues", "run.max_stalled_requeues"),
+    *(f"run.evaluate_{name}" for name in ("every", "tasks", "num_fewshot", "limit", "data_root")),
 )
 """Options that a run may be continued with other values of: where and how it computes, not what."""
 

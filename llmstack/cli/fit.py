@@ -6,9 +6,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmstack.errors import Stopped
 from llmstack.signals import StopSignals
+
+if TYPE_CHECKING:
+    from llmstack.training.callbacks.evaluating import Evaluate
+    from llmstack.training.datamodule import LanguageData
+    from llmstack.training.rhythm import RunConfig
 
 SUMMARY = "train a model from configurations, or continue its run"
 
@@ -34,7 +40,7 @@ def _fit(arguments: Sequence[str], signals: StopSignals) -> int:
 
     cli, names = parse("fit", arguments)
     trainer, config = cli.trainer, cli.config_init["run"]
-    check(trainer, cli.model, cli.datamodule)
+    check(trainer, cli.model, cli.datamodule, config)
     path = config.dir or f"runs/{'-'.join(names) or 'default'}"
     mirror = Mirror(config.mirror) if config.mirror is not None else None
     if mirror is not None:
@@ -56,7 +62,8 @@ def _fit(arguments: Sequence[str], signals: StopSignals) -> int:
             if trainer.is_global_zero:
                 note_start(run.path)
             with failing_in_one_line(run.path), ending_together(trainer):
-                train(trainer, cli.model, cli.datamodule, run, config, signals, mirror)
+                evaluate = _evaluation(cli.datamodule, run.path, config)
+                train(trainer, cli.model, cli.datamodule, run, config, signals, mirror, evaluate)
             text = f"finished: {run.path}"
         if mirror is not None and trainer.is_global_zero:
             mirror.send(run)
@@ -68,6 +75,19 @@ def _fit(arguments: Sequence[str], signals: StopSignals) -> int:
     finally:
         run.close()
     return 0
+
+
+def _evaluation(data: LanguageData, run: Path, config: RunConfig) -> Evaluate | None:
+    """What asks the model while it trains, where that is wanted."""
+    if config.evaluate_every is None:
+        return None
+    from llmstack.evaluation.during_training import TaskEvaluation
+    from llmstack.evaluation.settings import Settings, task_names
+
+    assert data.tokenizer is not None
+    assert data.policy is not None
+    settings = Settings(task_names(config.evaluate_tasks), config.evaluate_num_fewshot, config.evaluate_limit)
+    return TaskEvaluation(data.tokenizer, data.policy, run, settings, config.evaluate_data_root)
 
 
 def _coming_back(stop: Stopped, path: Path, signals: StopSignals) -> Stopped:

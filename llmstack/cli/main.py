@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from llmstack import __version__
 from llmstack.cli import (
     bench,
+    evaluate,
     fetch,
     fit,
     generate,
@@ -34,7 +35,7 @@ CONFIGURED = {"fit": fit, "validate": validate, "plan": plan, "submit": submit}
 """Subcommands whose options are those of the composed configuration, read by a parser of their own."""
 
 SUBCOMMANDS = (
-    *(tokenizer, fetch, prepare, perplexity, generate, inspect, import_checkpoint, bench, report),
+    *(tokenizer, fetch, prepare, evaluate, perplexity, generate, inspect, import_checkpoint, bench, report),
     *(status, preflight, requeue),
 )
 

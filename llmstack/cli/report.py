@@ -20,7 +20,8 @@ def add_parser(subparsers: Any) -> None:
         "report",
         help="tables and plots that compare runs",
         description="Losses with their gaps to a baseline, curves, and what the diagnostics saw inside the models: "
-        "DIR/report.html (one page, nothing else needed), its pictures as PNG, its numbers as DIR/report.json. Runs "
+        "DIR/report.html (one page, nothing else needed), its pictures as PNG, its numbers as DIR/report.json. The "
+        "evaluations in RUN/evaluation become tables on the page and in DIR/evaluations.md, .csv and .tex. Runs "
         "whose configurations differ in their seeds alone are shown as one setting.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; it may still be training")

@@ -174,7 +174,7 @@ def _checked(
     for point in points or single:
         try:
             cli, names = parse("submit", [*configured, *(point.arguments if point else []), *stand_in])
-            check(cli.trainer, cli.model, cli.datamodule)
+            check(cli.trainer, cli.model, cli.datamodule, cli.config_init["run"])
         except UserError as error:
             raise (UserError(f"{own.sweep}, point {point}: {error}") if point else error) from error
         config = cli.config_init["run"]

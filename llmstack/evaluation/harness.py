@@ -26,7 +26,7 @@ from tqdm import tqdm
 from llmstack import __version__
 from llmstack.checkpoint import Source, load_model, resolve
 from llmstack.checkpoint.ranks import on_every_rank
-from llmstack.errors import UserError
+from llmstack.errors import Stopped, UserError
 from llmstack.evaluation.responses import Responses
 from llmstack.evaluation.scoring import Request, Score, score, shares
 from llmstack.inference import Generator, Sampling
@@ -66,6 +66,7 @@ class HarnessModel(TemplateLM):
         responses: folder where answers are kept for the next time; none: they are not.
         chat_template: file or name of a template; none: the tokenizer's, where it has one.
         ranks: the processes that evaluate together.
+        beat: called as answers are found.
 
     Raises:
         UserError: no checkpoint, no tokenizer, or an option that is impossible.
@@ -88,12 +89,13 @@ class HarnessModel(TemplateLM):
         responses: str | Path | None = None,
         chat_template: str | None = None,
         ranks: Ranks | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
             raise UserError(f"evaluation: dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.ranks = ranks or Ranks()
+        self.ranks, self._beat = ranks or Ranks(), beat
         source = pretrained if isinstance(pretrained, Source | Llama) else resolve(pretrained)
         folder: Path | None = None
         if isinstance(source, Source):
@@ -111,6 +113,7 @@ class HarnessModel(TemplateLM):
             policy = stored or BosEosPolicy.default(tokenizer)
         self.tokenizer, self.policy = tokenizer, policy
         self.template = ChatTemplate.find(chat_template, folder, tokenizer)
+        self._how = {"dtype": dtype, "weights": weights, "fold": fold}
         self._decodes = _decodes(model)
         self.model = inference_form(model, fold, weights)
         self._compiles = compile if compile is not None else self._device.type == "cuda"
@@ -127,14 +130,14 @@ class HarnessModel(TemplateLM):
         if responses is not None:
             if not isinstance(source, Source):
                 raise UserError("evaluation: answers are kept for checkpoints on disk alone")
-            identity = self._identity(source, dtype, weights, fold)
+            identity = self._identity(source)
             self._responses = Responses(self._responses_folder, identity, self.ranks.rank)
         self._encode = lru_cache(2**15)(self._encoded)
 
-    def _identity(self, source: Source, *options: Any) -> str:
+    def _identity(self, source: Source) -> str:
         """Of everything that an answer depends on but the request."""
-        parts = [__version__, source.content_hash, self.tokenizer.fingerprint, self.max_length, options]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        parts = [__version__, source.content_hash, self.described()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _checked_length(self, length: int | None) -> int:
         limit = self.model.config.max_position_embeddings
@@ -165,6 +168,24 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         """Its fingerprint, and that of the chat template."""
         return f"{self.tokenizer.fingerprint[:16]}-{self.template.fingerprint[:16] if self.template else 'no-template'}"
+
+    def described(self) -> dict[str, Any]:
+        """What answers depend on beside the weights, for a record."""
+        return {
+            "dtype": self._how["dtype"],
+            "weights": self._how["weights"],
+            "folded": self._how["fold"],
+            "max_length": self.max_length,
+            "bos": self.policy.bos,
+            "tokenizer": self.tokenizer.fingerprint,
+            "chat_template": self.template.fingerprint if self.template is not None else None,
+        }
+
+    def encoded_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of a question and a choice, as they are scored."""
+        if not context:
+            return [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
+        return self._encode_pair(context, continuation)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Ids of ``string``, with BOS by the checkpoint's policy unless ``add_special_tokens`` says otherwise.
@@ -248,13 +269,18 @@ class HarnessModel(TemplateLM):
             with tqdm(total=len(missing), disable=disable_tqdm or not self.ranks.is_first, unit="request") as bar:
                 for place, answer in compute(missing):
                     found[keys[place]] = answer
+                    self._beat()
                     bar.update(self.ranks.world_size)
                     if self._responses is not None:
                         self._responses.keep(keys[place], answer)
             return found
 
-        for found in on_every_rank(self.ranks, self._responses_folder, work):
-            known.update(found)
+        try:
+            for found in on_every_rank(self.ranks, self._responses_folder, work):
+                known.update(found)
+        except UserError as error:
+            # All ranks have the same error, and one of them says it.
+            raise error if self.ranks.world_size == 1 else Stopped(str(error), 2) from error
         return [known[key] for key in keys]
 
     def _scored(self, requests: list[Request], places: list[int]) -> Iterator[tuple[int, Any]]:
@@ -295,9 +321,10 @@ class HarnessModel(TemplateLM):
             except torch.OutOfMemoryError:
                 if self._generated_rows == 1:
                     raise
-                self._generated_rows //= 2
-                self._generator = None
-                _forget_memory()
+            # Out of the handler: the error holds the frames of the model, and so their tensors.
+            self._generated_rows //= 2
+            self._generator = None
+            _forget_memory()
 
     def _generated_once(self, asked: list[GenerationRequest], waiting: list[int]) -> Iterator[tuple[int, str]]:
         """Answers as they are found; what was answered leaves ``waiting``."""

@@ -25,9 +25,10 @@ class Responses:
         self._folder, self._identity = Path(folder), identity
         with failing_in_one_line(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
+            # Without a buffer each line is one write: those of two processes do not mix.
+            self._file = (self._folder / f"{identity}.{rank}.jsonl").open("ab", buffering=0)
             # A line of its own, whatever the last process left.
-            self._file = (self._folder / f"{identity}.{rank}.jsonl").open("a", encoding="utf-8")
-            self._file.write("\n")
+            self._file.write(b"\n")
 
     def find(self, keys: Iterable[str]) -> dict[str, Any]:
         """Answers to those of ``keys`` that are known."""
@@ -39,11 +40,10 @@ class Responses:
                         key, answer = json.loads(line)
                     except (ValueError, TypeError):
                         continue
-                    if key in wanted:
+                    if isinstance(key, str) and key in wanted:
                         found[key] = answer
         return found
 
     def keep(self, key: str, answer: Any) -> None:
         """Write down an answer (plain JSON)."""
-        self._file.write(json.dumps([key, answer], ensure_ascii=False) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps([key, answer]).encode() + b"\n")

@@ -98,6 +98,8 @@ def score(
         UserError: an empty context, a continuation longer than the window, an id that the model does not have, or
             probabilities that are not finite.
     """
+    for request in requests:
+        _check_ids(request, model.embed_tokens.num_embeddings)
     inputs = [_input(request, window) for request in requests]
     tree = build_tree(inputs, requests)
     batches = _Batches(model, batch_tokens, batch_rows, in_parts, forget_memory)
@@ -117,6 +119,16 @@ def score(
                         "evaluation: the model's probabilities are not finite; its weights are damaged or overflow"
                     )
                 yield place, Score(sums[place], greedy[place])
+
+
+def _check_ids(request: Request, vocab_size: int) -> None:
+    for ids in request:
+        for wrong in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= wrong < vocab_size:
+                raise UserError(
+                    f"evaluation: id {wrong} is outside the model's vocabulary, 0 to {vocab_size - 1}; "
+                    "is this the model's tokenizer?"
+                )
 
 
 def _input(request: Request, window: int) -> list[int]:
@@ -247,7 +259,7 @@ class _Batches:
 
     def run(self, root: Node, row_tokens: int) -> Iterator[Found]:
         """What is wanted in the tree, batch by batch, in rows of ``row_tokens`` at most where that is possible."""
-        waiting = [_Work([root], [], Prefix(0, []))]
+        waiting = [_Work([root], [], Prefix(0, []))] if root.tokens else []
         while waiting:
             work = waiting.pop()
             nodes, prefix = work.nodes, work.prefix
@@ -259,7 +271,9 @@ class _Batches:
             while deeper:
                 lead, node = deeper.pop()
                 row, path = Row(lead, node), [*lead, node]
-                if row.tokens <= row_tokens or not node.children:
+                # Where the first token of a row is treated apart, no row may hold several beginnings.
+                one_beginning = self._in_parts or node.parent is not None or len(node.children) == 1
+                if (row.tokens <= row_tokens and one_beginning) or not node.children:
                     rows.append(row)
                 elif self._in_parts and sum(one.length for one in path) >= WORTH_READING_ONCE:
                     waiting.append(_Work(node.children, path, prefix))
@@ -278,11 +292,14 @@ class _Batches:
             if self._rows is not None:
                 number = min(number, self._rows)
             batch = [left.popleft() for _ in range(min(number, len(left)))]
+            found: Found | None = None
             try:
                 found = self._compute(batch, prefix)
             except torch.OutOfMemoryError:
                 if len(batch) == 1:
                     raise
+            if found is None:
+                # Out of the handler: the error holds the frames of the model, and so their tensors.
                 self._tokens = max(1, sum(row.tokens for row in batch) // 2)
                 self._forget_memory()
                 left.extendleft(reversed(batch))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from llmstack.reports.evaluation_text import Bold, Layout
 from llmstack.reports.table import Gap, GroupNumbers, RunNumbers, Spread, digits
 
 _STYLE = """
@@ -45,6 +46,7 @@ def page(
     baseline: str,
     notes: Sequence[str],
     evaluations: Sequence[Mapping[str, Any]],
+    downstream: Sequence[Layout],
     sections: Sequence[Section],
 ) -> str:
     """The whole page."""
@@ -61,6 +63,7 @@ def page(
         _run_table(runs, baseline),
         _group_table(groups),
         _evaluation_table(evaluations),
+        _downstream_tables(downstream),
         *(_section(section, [run.name for run in runs]) for section in sections),
         "</body></html>\n",
     ]
@@ -123,6 +126,16 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
     return "<h2>Evaluations</h2>" + _table(head, rows, [False] * len(rows)) + text
 
 
+def _downstream_tables(tables: Sequence[Layout]) -> str:
+    parts = [
+        f"<h3>{escape(table.title)}</h3><p>{escape(table.caption)}</p>"
+        + _table(table.head, table.rows, [False] * len(table.rows))
+        + "".join(f"<p>{escape(note)}</p>" for note in table.notes)
+        for table in tables
+    ]
+    return "\n".join(["<h2>Downstream tasks</h2>", *parts]) if parts else ""
+
+
 def _section(section: Section, names: Sequence[str]) -> str:
     data = base64.b64encode(section.png).decode("ascii")
     missing = [name for name in names if name not in section.runs]
@@ -136,9 +149,13 @@ def _section(section: Section, names: Sequence[str]) -> str:
 def _table(head: Iterable[str], rows: Sequence[Iterable[str]], marked: Sequence[bool]) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}" for cell in head)]
     for row, is_marked in zip(rows, marked, strict=True):
-        cells = "".join(f"<td>{escape(cell)}" for cell in row)
+        cells = "".join(f"<td>{_cell(cell)}" for cell in row)
         lines.append(f"<tr{' class=baseline' if is_marked else ''}>{cells}")
     return "<div class=wide><table>" + "\n".join(lines) + "</table></div>"
+
+
+def _cell(text: str) -> str:
+    return f"<b>{escape(text)}</b>" if isinstance(text, Bold) else escape(text)
 
 
 def _list(items: Sequence[str]) -> str:

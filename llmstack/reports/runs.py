@@ -30,6 +30,7 @@ EVALUATIONS = "evaluation"
 """Folder in that of a run."""
 
 _SEEDS = (("seed_everything",), ("model", "seed"), ("data", "seed"), ("run", "dir"))
+_ASKED = tuple(("run", f"evaluate_{name}") for name in ("every", "tasks", "num_fewshot", "limit", "data_root"))
 """Where two configurations may differ and still be one setting."""
 
 
@@ -98,9 +99,9 @@ class Run:
 
     @cached_property
     def setting(self) -> dict[str, Any]:
-        """The configuration without its seeds and its folder."""
+        """The configuration without its seeds, its folder, and what was asked of the model meanwhile."""
         setting = deepcopy(self.config)
-        for *sections, key in _SEEDS:
+        for *sections, key in (*_SEEDS, *_ASKED):
             section = _at(setting, sections)
             if isinstance(section, dict):
                 section.pop(key, None)

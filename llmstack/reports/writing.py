@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +20,9 @@ from matplotlib.figure import Figure
 from llmstack.checkpoint.files import failing_in_one_line, sync_file, sync_folder
 from llmstack.errors import UserError
 from llmstack.reports.catalogue import PICTURES
+from llmstack.reports.evaluation_table import Table, evaluation_tables
+from llmstack.reports.evaluation_text import comma_separated, latex, layout, markdown
+from llmstack.reports.evaluations import read_evaluations
 from llmstack.reports.page import Section, page
 from llmstack.reports.runs import Run
 from llmstack.reports.scene import Scene
@@ -28,13 +31,20 @@ from llmstack.reports.table import RunNumbers, group_numbers, run_numbers
 
 PAGE = "report.html"
 NUMBERS = "report.json"
-_OURS = {PAGE, NUMBERS, *(f"{name}.png" for name in PICTURES)}
+EVALUATION_FILES: dict[str, Callable[[Sequence[Table]], str]] = {
+    "evaluations.md": markdown,
+    "evaluations.csv": comma_separated,
+    "evaluations.tex": latex,
+}
+"""What the downstream tables are also written as."""
+_OURS = {PAGE, NUMBERS, *EVALUATION_FILES, *(f"{name}.png" for name in PICTURES)}
 
 
 def write_report(
     runs: list[Run], baseline: Run, folder: str | Path, report: Callable[[str], None] = lambda line: None
 ) -> list[RunNumbers]:
-    """Write report.html, report.json and the pictures into ``folder``; an old report there is replaced.
+    """Write report.html, report.json, the pictures and, where the runs were evaluated, the downstream tables into
+    ``folder``; an old report there is replaced.
 
     Args:
         runs: what to compare.
@@ -46,27 +56,32 @@ def write_report(
         The rows of the table.
 
     Raises:
-        UserError: the folder holds other things or cannot be written; then it is as it was.
+        UserError: the folder holds other things or cannot be written, or a file in a run is no evaluation; then it
+            is as it was.
     """
     scene = Scene.of(runs, baseline)
     rows = [run_numbers(run, baseline) for run in runs]
     groups = group_numbers(scene.groups, baseline)
+    tables = evaluation_tables(scene.groups, {run.name: read_evaluations(run.path) for run in runs})
     notes = list(_notes(runs, rows, baseline))
     with _replaced(Path(folder)) as partial:
         sections = list(_sections(scene, partial, report))
         evaluations = [{"run": run.name, **record} for run in runs for record in run.evaluations]
-        text = page(rows, groups, baseline.name, notes, evaluations, sections)
+        text = page(rows, groups, baseline.name, notes, evaluations, [layout(table) for table in tables], sections)
         (partial / PAGE).write_text(text, encoding="utf-8")
         numbers = {
             "baseline": baseline.name,
             "runs": [asdict(row) for row in rows],
             "groups": [asdict(group) for group in groups],
             "evaluations": evaluations,
+            "downstream": [asdict(table) for table in tables],
             "notes": notes,
             "pictures": [f"{section.name}.png" for section in sections],
         }
         text = json.dumps(_finite(numbers), indent=2, ensure_ascii=False, allow_nan=False)
         (partial / NUMBERS).write_text(text + "\n", encoding="utf-8")
+        for name, written in EVALUATION_FILES.items() if tables else ():
+            (partial / name).write_text(written(tables), encoding="utf-8")
     return rows
 
 

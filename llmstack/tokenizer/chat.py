@@ -28,6 +28,9 @@ BUILT_IN = {
 }
 """Llama 3 (its model card's prompt format, without tools and date) and ChatML, by name."""
 
+_END = "<<END_OF_THE_LAST_MESSAGE>> "
+"""Shows where a template writes the end of a message, and whether it keeps spaces there."""
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -72,19 +75,25 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages.
         """
-        from jinja2 import TemplateError
-
-        try:
-            text = self._compiled().render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **{"bos_token": "", **self.variables}
-            )
-        except TemplateError as error:
-            raise UserError(f"chat template: {error}") from error
         if add_generation_prompt:
-            return text
-        content = str(messages[-1]["content"]).strip()
-        end = text.rindex(content) + len(content)
-        return text[:end]
+            return self._rendered(messages, add_generation_prompt=True)
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str):
+            raise UserError("chat template: there is no last message with a text to continue")
+        text = self._rendered([*messages[:-1], {**messages[-1], "content": content + _END}])
+        end = text.rfind(_END.strip())
+        if end < 0 or content.strip() not in text:
+            raise UserError("chat template: the last message cannot be continued, the template does not write it whole")
+        # Spaces at its end stay where the template leaves them.
+        return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+        known = {"bos_token": "", "tools": None, "documents": None, **self.variables}
+        try:
+            text: str = self._compiled().render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
+        except Exception as error:  # whatever the template's own operations raise
+            raise UserError(f"chat template: {error}") from error
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that :meth:`render` wrote."""
@@ -100,10 +109,14 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         return environment.from_string(self.source)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _read(path: str) -> str:
@@ -123,8 +136,10 @@ def _in_folder(folder: Path) -> str | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a JSON object ({error})") from error
-    if isinstance(found, list):  # several, by name
-        found = {one["name"]: one["template"] for one in found}.get("default")
+        if isinstance(found, list):  # several, by name
+            found = {one["name"]: one["template"] for one in found}.get("default")
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a JSON object with chat templates ({error})") from error
+    if not isinstance(found, str | None):
+        raise UserError(f"{path}: chat_template is not a text")
     return found

@@ -45,6 +45,9 @@ class RustTokenizer(Tokenizer):
 
     def encode_marked(self, text: str) -> list[int]:
         """As the base class says; the library knows what its special tokens do to the spaces around them."""
+        known = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+        if not known.issuperset(self.special_tokens):
+            return super().encode_marked(text)
         self._backend.encode_special_tokens = False
         try:
             return self._backend.encode(without_lone_surrogates(text), add_special_tokens=False).ids

@@ -42,13 +42,23 @@ class RunConfig:
     """Steps between two looks inside the model, which diagnostics.csv keeps; null: never."""
     diagnose_attention: bool = False
     """Measure the entropy of attention, too, which costs more than all the rest."""
+    evaluate_every: int | None = None
+    """Steps between two evaluations of evaluate_tasks; null: none."""
+    evaluate_tasks: str = "python_reference"
+    """Tasks of lm-eval, as of `llmstack evaluate`, with commas between them."""
+    evaluate_num_fewshot: int | None = None
+    """Examples before each question; null: as many as each task says."""
+    evaluate_limit: int | None = 100
+    """Documents of each task, the first ones; null: all."""
+    evaluate_data_root: str | None = None
+    """Holds the tasks' data sets; null: $LLMSTACK_DATA, or ~/.cache/llmstack/hub."""
     profile_steps: str | None = None
     """Steps to profile, as 10 or 10-12: traces (and, on GPUs, memory snapshots) go to logs/profile; null: none."""
 
     def __post_init__(self) -> None:
         rates = (
             *("checkpoint_every", "checkpoint_every_minutes", "keep_every"),
-            *("validate_every", "compare_ranks_every", "diagnose_every"),
+            *("validate_every", "compare_ranks_every", "diagnose_every", "evaluate_every", "evaluate_limit"),
         )
         for name in (*rates, "abort_after_skipped", "hang_minutes"):
             value = getattr(self, name)
@@ -76,6 +86,10 @@ class RunConfig:
     def diagnosis_due(self, step: int) -> bool:
         """Whether the model is looked into after ``step``."""
         return self.diagnose_every is not None and step % self.diagnose_every == 0
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the tasks are asked after ``step``."""
+        return self.evaluate_every is not None and step % self.evaluate_every == 0
 
     def steps_to_profile(self) -> range:
         """The steps of ``profile_steps``."""

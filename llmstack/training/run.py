@@ -28,6 +28,7 @@ from llmstack.tokenizer import load_tokenizer
 from llmstack.training.callbacks import (
     Checkpointing,
     Diagnostics,
+    Evaluation,
     Metrics,
     NormLife,
     Profiling,
@@ -38,6 +39,7 @@ from llmstack.training.callbacks import (
     Together,
     Validation,
 )
+from llmstack.training.callbacks.evaluating import Evaluate
 from llmstack.training.datamodule import LanguageData
 from llmstack.training.events import EventLog
 from llmstack.training.module import LanguageModel, fit_to_data, open_initial_weights
@@ -45,7 +47,7 @@ from llmstack.training.rhythm import RunConfig
 from llmstack.training.strategies import Ddp, Zero
 
 
-def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None:
+def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData, config: RunConfig) -> None:
     """Prepare the data and find whatever can be wrong, before a run folder exists or another rank is started.
 
     Raises:
@@ -63,6 +65,14 @@ def check(trainer: L.Trainer, module: LanguageModel, data: LanguageData) -> None
     module.config = fit_to_data(module.config, data)
     if module.init_from is not None:
         module.initial_weights = open_initial_weights(module.init_from, module.config)
+    evaluates = config.evaluate_every is not None
+    if evaluates and data.tokenizer is None:
+        raise UserError("run.evaluate_every: this data has no tokenizer, and tasks are asked in words")
+    if evaluates and isinstance(trainer.strategy, Zero) and trainer.strategy.stage == 3:
+        raise UserError(
+            "run.evaluate_every: no rank of ZeRO-3 has a whole model; evaluate beside the training, with "
+            "llmstack evaluate RUN --watch"
+        )
     if isinstance(trainer.strategy, Zero):
         trainer.strategy.decide(trainer, data.micro_batch_size)
 
@@ -75,11 +85,15 @@ def train(
     config: RunConfig,
     signals: StopSignals,
     mirror: Mirror | None = None,
+    evaluate: Evaluate | None = None,
 ) -> None:
     """Train in ``run`` from its newest good checkpoint, or from the start, to the end, and validate there.
 
     Every rank calls it; the first one, which alone has the run locked and the mirror, decides where to go on and
     writes.
+
+    Args:
+        evaluate: asks the model in the middle of its training, where ``config`` says so.
 
     Raises:
         Stopped: a signal asked for it, or too many steps were skipped in a row; the run is saved.
@@ -107,12 +121,14 @@ def train(
     profiling = Profiling(run.path, profiled, memory=True) if config.profile_steps else None
     skipped = SkippedSteps(ranks, config, log)
     metrics = Metrics(run.metrics, ranks, profiling)
-    stop = StopOnSignal(ranks, signals)
+    stop, together = StopOnSignal(ranks, signals), Together(ranks, config)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     # In this order: a skipped step is undone before anyone counts it, what the norms measure is not taken for waiting
     # for data, and a step is saved when all is done at it.
-    callbacks += [Together(ranks, config), skipped, metrics, NormLife(ranks)]
+    callbacks += [together, skipped, metrics, NormLife(ranks)]
     callbacks += [Diagnostics(run.diagnostics, ranks, config, metrics), Validation(config)]
+    if evaluate is not None:
+        callbacks.append(Evaluation(evaluate, ranks, config, metrics, together, log))
     callbacks += [profiling] if profiling is not None else []
     callbacks += [ProgressDisplay(metrics)] if trainer.is_global_zero else []
     callbacks += [stop, SameWeights(ranks, config), Checkpointing(run, config, ranks, metrics, skipped, log, mirror)]

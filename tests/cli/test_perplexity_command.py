@@ -2,11 +2,22 @@
 
 import gzip
 import json
+import math
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from llmstack.checkpoint import load_model
 from llmstack.cli.main import main
+from llmstack.tokenizer import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def empty_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSTACK_DATA", str(tmp_path / "hub"))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +88,23 @@ def test_one_text_is_scored_whole_and_a_stride_gives_it_more_context(
     assert overlapping["tokens"] == plain["tokens"]
     assert overlapping["nats_per_token"] < plain["nats_per_token"]
     assert (plain["stride"], overlapping["stride"]) == (256, 64)
+    model = load_model(ckpt)
+    tokenizer = load_tokenizer(Path(ckpt))
+    ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text.read_text())]])
+    for result in (plain, overlapping):
+        assert result["nats_per_token"] == pytest.approx(mean_loss(model, ids, 256, result["stride"]), rel=1e-5)
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, ids: torch.Tensor, window: int, stride: int) -> float:
+    """By one forward pass per window, on ids [1, seq]."""
+    tokens = ids.shape[1] - 1
+    nats = 0.0
+    for scored, end in pairwise([0, *range(window, tokens, stride), tokens]):
+        start = max(end - window, 0)
+        losses = F.cross_entropy(model(ids[:, start:end])[0], ids[0, start + 1 : end + 1], reduction="none")
+        nats += losses[scored - start :].double().sum().item()
+    return nats / tokens
 
 
 def test_long_documents_are_windowed_not_dropped(ckpt: str, tinystories: str, tmp_path: Path):
@@ -91,11 +119,75 @@ def test_long_documents_are_windowed_not_dropped(ckpt: str, tinystories: str, tm
     assert result["bytes"] == len(long.encode()) + len("One day.")
 
 
+def test_wikitext2_is_scored_as_one_text_with_its_lines_as_they_are(
+    ckpt: str, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The same numbers as of a file with the text, and the perplexity of a word beside that of a token."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    hub = shared / "eval"
+    if not hub.is_dir():
+        pytest.skip(f"no {hub}")
+    (table,) = (hub / "Salesforce/wikitext/wikitext-2-raw-v1").glob("test-*.parquet")
+    rows = parquet.read_table(table).column("text").to_pylist()[:30]
+    text = tmp_path / "text.txt"
+    text.write_text("".join(row or " \n" for row in rows), encoding="utf-8", newline="")
+    output = tmp_path / "result.json"
+    named = ["wikitext2", "--data-root", str(hub), "--max-documents", "30"]
+    results = []
+    for options in ([*named], [*named, "--batch-tokens", "512"], [str(text)]):
+        assert main(["perplexity", ckpt, "--dataset", *options, "--output", str(output)]) == 0
+        results.append(json.loads(output.read_text()))
+    out = capsys.readouterr().out
+    found, _, expected = results
+    for result in results:
+        assert result["nats_per_token"] == pytest.approx(expected["nats_per_token"], rel=1e-5)
+    nats = found["nats_per_token"] * found["tokens"]
+    words = len(text.read_text().split())
+    assert (found["bytes"], found["words"], found["documents"]) == (text.stat().st_size, words, 1)
+    assert found["word_perplexity"] == pytest.approx(math.exp(nats / words))
+    assert (found["dataset"], found["per_document"]) == ("wikitext2:test", False)
+    assert "wikitext2:test: the raw file after BOS, window 512" in out
+    assert f"token level: {found['nats_per_token']:.4f} nats per token, perplexity {found['perplexity']:.4f}" in out
+    assert f"word level: perplexity {found['word_perplexity']:.4f} of {words} words" in out
+    assert f"byte level: {found['bits_per_byte']:.4f} bits per byte" in out
+
+
+def test_c4_is_its_validation_split_by_document_unless_a_path_has_that_name(
+    ckpt: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with open(shared / "c4/c4_en_valid_1k.jsonl", encoding="utf-8") as lines:
+        rows = list(islice(lines, 4))
+    folder = tmp_path / "hub/allenai/c4/en"
+    folder.mkdir(parents=True)
+    for number in (0, 1):
+        name = f"c4-validation.{number:05}-of-00008.json.gz"
+        (folder / name).write_bytes(gzip.compress("".join(rows[number * 2 : number * 2 + 2]).encode()))
+    (tmp_path / "c4").mkdir()
+    (tmp_path / "c4/one.jsonl").write_text(rows[0], encoding="utf-8")
+    (tmp_path / "all.jsonl").write_text("".join(rows), encoding="utf-8")
+    output = tmp_path / "result.json"
+
+    def measured(*options: str) -> dict[str, object]:
+        assert main(["perplexity", ckpt, "--output", str(output), "--dataset", *options]) == 0
+        result = json.loads(output.read_text())
+        return {key: result[key] for key in result if key != "dataset"}
+
+    by_document = measured(str(tmp_path / "all.jsonl"), "--per-document")
+    assert measured("c4") == measured("c4:validation") == by_document
+    assert measured("c4", "--no-per-document") == measured(str(tmp_path / "all.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    assert measured("c4") == measured("c4/one.jsonl")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dataset", "c4"], "give the path of a local file"),
-        (["--dataset", "wikitext2"], "give the path of a local file"),
+        (["--dataset", "c4"], "c4: no en/c4-validation.*.json.gz in"),
+        (["--dataset", "wikitext2"], "on a node with internet, run llmstack fetch --what wikitext2"),
+        (["--dataset", "wikitext2", "--data-root", "/no/such/hub"], "in /no/such/hub/Salesforce/wikitext;"),
+        (["--dataset", "c4:test"], "c4 has no split 'test'; it has train, validation"),
+        (["--dataset", "wikitext2", "--per-document"], "leave out --per-document"),
+        (["--dataset", "STORIES", "--batch-tokens", "0"], "is no whole number of at least 1"),
         (["--dataset", "nowhere.txt"], "nowhere.txt"),
         (["--dataset", "STORIES", "--max-tokens", "10"], "needs --per-document"),
         (["--dataset", "STORIES", "--per-document", "--max-tokens", "1"], "at least 2"),

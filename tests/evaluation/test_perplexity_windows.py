@@ -1,16 +1,24 @@
-"""Each token is scored once, with the context that the windows give it, whatever the batching."""
+"""Each token is scored once, with the context that the windows give it, whatever the batches and the shares."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from llmstack.errors import UserError
-from llmstack.evaluation.perplexity import Perplexity, TokenSequence, rolling_windows, score, token_sequence
+from llmstack.evaluation.perplexity import (
+    Perplexity,
+    TokenSequence,
+    rolling_windows,
+    score,
+    token_sequences,
+    wikitext_file,
+)
 from llmstack.model import Llama, ModelConfig
 from llmstack.model.head import IGNORE_INDEX
-from llmstack.tokenizer import BosEosPolicy, train_tokenizer
+from llmstack.tokenizer import BosEosPolicy, Tokenizer, train_tokenizer
 
 WINDOW = 10
 LENGTHS = [0, 1, WINDOW - 1, WINDOW, WINDOW + 1, 25]
@@ -23,6 +31,11 @@ def model() -> Llama:
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=61, hidden_size=32, num_layers=2, intermediate_size=48, max_position_embeddings=40)
     return Llama(ModelConfig(**{**config.to_dict(), "initializer_range": 0.3})).eval()
+
+
+def sequence(text: str, tokenizer: Tokenizer, policy: BosEosPolicy, max_tokens: int | None = None) -> TokenSequence:
+    (found,) = token_sequences([text], tokenizer, policy, max_tokens)
+    return found
 
 
 def text_ids(length: int) -> list[int]:
@@ -68,16 +81,52 @@ def test_batches_of_mixed_lengths_equal_one_by_one(model: Llama):
     assert (together.tokens, together.documents, together.num_bytes) == (163, 8, 163)
 
 
+@pytest.mark.parametrize("stride", STRIDES)
+def test_neither_the_batch_nor_the_number_of_processes_changes_the_sum(model: Llama, stride: int):
+    """Batches of 1, 3 and 8 windows on 1 to 3 processes; of so few windows that a process has none, too."""
+    for lengths in ((25, 0, 40, 3, 11, 77, 1, 26), (4,)):
+        sequences = [TokenSequence([BOS, *text_ids(length)], length, length) for length in lengths]
+        whole = score(model, sequences, window=WINDOW, stride=stride)
+        for rows in (1, 3, 8):
+            for processes in (1, 2, 3):
+                shares = [
+                    score(
+                        model,
+                        sequences,
+                        window=WINDOW,
+                        stride=stride,
+                        batch_tokens=rows * WINDOW,
+                        share=(number, processes),
+                    )
+                    for number in range(processes)
+                ]
+                nats = math.fsum(share.nats for share in shares)
+                assert nats / whole.tokens == pytest.approx(whole.nats_per_token, rel=1e-5)
+                for share in shares:
+                    assert (share.tokens, share.documents, share.num_bytes, share.words) == (
+                        sum(lengths),
+                        len(lengths),
+                        sum(lengths),
+                        sum(lengths),
+                    )
+
+
 def test_an_empty_text_scores_nothing(model: Llama):
     for ids in ([], [BOS]):
-        assert score(model, [TokenSequence(ids, 0)], window=WINDOW) == Perplexity(0.0, 0, 0, 1)
+        assert score(model, [TokenSequence(ids, 0, 0)], window=WINDOW) == Perplexity(0.0, 0, 0, 1, 0)
 
 
 def test_units():
-    result = Perplexity(nats=40 * math.log(2), tokens=20, num_bytes=80, documents=1)
+    result = Perplexity(nats=40 * math.log(2), tokens=20, num_bytes=80, documents=1, words=10)
     assert result.nats_per_token == pytest.approx(2 * math.log(2))
     assert result.perplexity == pytest.approx(4)
     assert result.bits_per_byte == pytest.approx(0.5)
+    assert result.word_perplexity == pytest.approx(16)
+
+
+def test_a_text_that_is_one_endless_word_has_no_perplexity_by_word():
+    assert Perplexity(nats=1e6, tokens=10**6, num_bytes=10**6, documents=1, words=1).word_perplexity is None
+    assert Perplexity(nats=1.0, tokens=1, num_bytes=1, documents=1, words=0).word_perplexity is None
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(model: Llama):
@@ -93,18 +142,41 @@ def test_ids_of_a_text_start_with_bos_have_no_eos_and_are_cut_with_bos_counted()
     tokenizer = train_tokenizer(["ein Satz, noch ein Satz"] * 3, 270)
     policy = BosEosPolicy(bos=True, eos=True)
     ids = tokenizer.encode("ein Satz: é")
-    whole = token_sequence("ein Satz: é", tokenizer, policy)
-    assert whole == TokenSequence([tokenizer.bos_id, *ids], 12)
-    cut = token_sequence("ein Satz: é", tokenizer, policy, max_tokens=4)
-    assert cut == TokenSequence([tokenizer.bos_id, *ids[:3]], None)
-    assert token_sequence("ein Satz: é", tokenizer, policy, max_tokens=len(ids) + 1) == whole
+    whole = sequence("ein Satz: é", tokenizer, policy)
+    assert whole == TokenSequence([tokenizer.bos_id, *ids], 12, 3)
+    cut = sequence("ein Satz: é", tokenizer, policy, max_tokens=4)
+    assert cut == TokenSequence([tokenizer.bos_id, *ids[:3]], None, None)
+    assert sequence("ein Satz: é", tokenizer, policy, max_tokens=len(ids) + 1) == whole
 
 
-def test_without_bos_the_first_token_is_given_and_its_bytes_do_not_count():
+def test_without_bos_the_first_token_is_given_and_what_it_stands_for_does_not_count():
     tokenizer = train_tokenizer(["ein Satz, noch ein Satz"] * 3, 270)
     ids = tokenizer.encode("ein Satz")
-    sequence = token_sequence("ein Satz", tokenizer, BosEosPolicy(bos=False, eos=True))
-    assert sequence == TokenSequence(ids, len("ein Satz") - len(tokenizer.decode(ids[:1])))
+    found = sequence("ein Satz", tokenizer, BosEosPolicy(bos=False, eos=True))
+    rest = "ein Satz".removeprefix(tokenizer.decode(ids[:1]))
+    assert found == TokenSequence(ids, len(rest), len(rest.split()))
+
+
+def test_texts_in_any_number_keep_their_order():
+    tokenizer = train_tokenizer(["ein Satz, noch ein Satz"] * 3, 270)
+    texts = ["ein Satz", "", *(f"Satz {number}" for number in range(600))]
+    policy = BosEosPolicy(bos=True, eos=False)
+    found = [one.ids for one in token_sequences(texts, tokenizer, policy)]
+    assert found == [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
+
+
+def test_wikitext_is_its_raw_file(shared: Path):
+    """Of 1,290,590 bytes; the 62 pages of another set of the hub are the same text cut at the titles."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = shared / "eval"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    file = "wikitext-2-raw-v1/test-00000-of-00001.parquet"
+    rows = parquet.read_table(folder / "Salesforce/wikitext" / file).column("text").to_pylist()
+    pages = parquet.read_table(folder / "EleutherAI/wikitext_document_level" / file).column("page").to_pylist()
+    text = wikitext_file(rows)
+    assert len(text.encode()) == 1_290_590
+    assert text == " \n" + "\n".join(pages)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from llmstack.training.callbacks.checkpointing import Checkpointing
 from llmstack.training.callbacks.diagnostics import Diagnostics
+from llmstack.training.callbacks.evaluating import Evaluation
 from llmstack.training.callbacks.guards import SameWeights, SkippedSteps
 from llmstack.training.callbacks.metrics import Metrics
 from llmstack.training.callbacks.norm_life import NormLife
@@ -14,6 +15,7 @@ from llmstack.training.callbacks.validation import Validation
 __all__ = [
     "Checkpointing",
     "Diagnostics",
+    "Evaluation",
     "Metrics",
     "NormLife",
     "Profiling",
