@@ -23,6 +23,9 @@ for name, loss, perplexity, bits in rows:
     print(f"{name:12} {loss:8.4f} {perplexity:11.2f} {bits:10.4f}")
 PY
 
+echo "== a task of lm-eval: which of four held-out texts goes on? (chance: 0.25)"
+llmstack evaluate "$RUN" --tasks python_reference 2>/dev/null
+
 echo "== a sample, continuing \"The following\""
 llmstack generate "$RUN" --prompt "The following" --max-new-tokens 60 --temperature 0.8 --top-p 0.95 --seed 1
 cat <<EOT

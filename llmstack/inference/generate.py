@@ -307,9 +307,12 @@ class Generator:
             begun = [self._begin(number, request) for number, request in requests]
             begun.sort(key=lambda slot: slot.index)
             self._share_prefixes(begun)
+            # Before any of them takes a token: it may be its last.
+            groups: dict[int, list[_Slot]] = {}
+            for slot in begun:
+                groups.setdefault(slot.under_way.read, []).append(slot)
             tokens = []
-            for start in sorted({slot.under_way.read for slot in begun}):
-                group = [slot for slot in begun if slot.under_way.read == start]
+            for start, group in sorted(groups.items()):
                 tokens += self._take(group, self._read(group, start))
             return tokens
 

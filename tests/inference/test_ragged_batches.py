@@ -445,3 +445,14 @@ def test_norms_that_are_half_removed_run_as_they_are_and_the_log_says_so(
         generator = Generator(model, 64, batch_size=3)
     assert "it runs as it is" in caplog.text
     assert ids(generator.generate(REQUESTS)) == ids(lone(model, REQUESTS, use_cache=False))
+
+
+def test_a_row_may_end_while_others_still_read(random_model: Callable[..., Llama]) -> None:
+    """Prompts of one batch that start at different places of what is held, and one that ends with its first token."""
+    model = random_model()
+    generator = Generator(model, 64, batch_size=2, keep_prefixes=True)
+    shared = list(range(1, 21))
+    generator.generate([Request(shared, 2), Request([30, 31], 2)])
+    requests = [Request([40], 1), Request([*shared, 5], 1)]
+    alone = [Generator(model, 64).generate([request])[0].ids for request in requests]
+    assert [answer.ids for answer in generator.generate(requests)] == alone
