@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ class HarnessModel(TemplateLM):
                 raise UserError("evaluation: answers are kept for checkpoints on disk alone")
             identity = self._identity(source)
             self._responses = Responses(self._responses_folder, identity, self.ranks.rank)
-        self._encode = lru_cache(2**15)(self._encoded)
+        self._known: dict[str, list[int]] = {}
 
     def _identity(self, source: Source) -> str:
         """Of everything that an answer depends on but the request."""
@@ -192,11 +191,23 @@ class HarnessModel(TemplateLM):
 
         BOS is never doubled: a chat template may have written it already.
         """
-        return list(self._encode(string, self.policy.bos if add_special_tokens is None else add_special_tokens))
+        bos = self.policy.bos if add_special_tokens is None else add_special_tokens
+        ids = self._known.get(string)
+        if ids is None:
+            ids = self.template.encode(string) if self.template is not None else self.tokenizer.encode(string)
+        return BosEosPolicy(bos=bos and self.tokenizer.bos_id is not None, eos=False).wrap(ids, self.tokenizer)
 
-    def _encoded(self, string: str, bos: bool) -> tuple[int, ...]:
-        ids = self.template.encode(string) if self.template is not None else self.tokenizer.encode(string)
-        return tuple(BosEosPolicy(bos=bos and self.tokenizer.bos_id is not None, eos=False).wrap(ids, self.tokenizer))
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """See ``lm_eval.api.model.LM``."""
+        if self.template is None:
+            # All texts that will be asked for, on all cores: the context alone, and with each choice.
+            pairs = [request.args for request in requests if request.args[0]]
+            texts = list(dict.fromkeys(text for one, other in pairs for text in (one.rstrip(), one + other)))
+            self._known = dict(zip(texts, self.tokenizer.encode_batch(texts), strict=True))
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._known = {}
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The template's text."""

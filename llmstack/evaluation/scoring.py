@@ -20,10 +20,14 @@ from torch import Tensor
 
 from llmstack.errors import UserError
 from llmstack.model import Llama
+from llmstack.model.attention import Mask, TrunkMask
 from llmstack.model.kv_cache import LayerCache
 
 WORTH_READING_ONCE = 32
 """Tokens that the rows of a batch must share at least to be read before them, and not as part of each."""
+
+_BRANCHES = 256
+"""Tokens beside what they share that a row may have in any case."""
 
 _LOGITS_AT_ONCE = 2**26
 """Numbers of logits that exist at a time."""
@@ -273,9 +277,12 @@ class _Batches:
                 row, path = Row(lead, node), [*lead, node]
                 # Where the first token of a row is treated apart, no row may hold several beginnings.
                 one_beginning = self._in_parts or node.parent is not None or len(node.children) == 1
-                if (row.tokens <= row_tokens and one_beginning) or not node.children:
+                shared = sum(one.length for one in path)
+                # In one row every branch is compared with all others, if only to be masked.
+                few_branches = row.tokens - shared <= max(shared, _BRANCHES) or not self._in_parts
+                if (row.tokens <= row_tokens and one_beginning and few_branches) or not node.children:
                     rows.append(row)
-                elif self._in_parts and sum(one.length for one in path) >= WORTH_READING_ONCE:
+                elif self._in_parts and shared >= WORTH_READING_ONCE:
                     waiting.append(_Work(node.children, path, prefix))
                 else:
                     if node.wanted:
@@ -332,9 +339,12 @@ class _Batches:
                 ([row.nodes for row in laid], max(len(row.parents) for row in laid)),
             )
         )
-        mask = None
-        if prefix.length or any(row.branches for row in laid):
-            mask = _mask(nodes, [row.parents for row in laid], prefix.length)
+        mask: Mask | None = None
+        trunk = min(length if row.trunk is None else row.trunk for row in laid)
+        if prefix.length:
+            mask = _mask(nodes, [row.parents for row in laid], prefix.length, 0)
+        elif trunk < length:
+            mask = TrunkMask(trunk, _mask(nodes, [row.parents for row in laid], 0, trunk))
         hidden = self._model.hidden_states(ids, positions=positions, cache=_OnPrefix(prefix, mask))
         wanted = [one for row in laid for one in row.wanted]
         places = [(number, place) for number, row in enumerate(laid) for place in row.places]
@@ -390,9 +400,10 @@ class _Layout(NamedTuple):
     """Of the token before each wanted one."""
 
     @property
-    def branches(self) -> bool:
-        """Whether any token must not see all before it."""
-        return any(parent != number - 1 for number, parent in enumerate(self.parents))
+    def trunk(self) -> int | None:
+        """Tokens before the first that must not see all before it; none: there is no such."""
+        first = next((number for number, parent in enumerate(self.parents) if parent != number - 1), None)
+        return None if first is None else self.nodes.index(first)
 
 
 def _lay_out(row: Row) -> _Layout:
@@ -414,8 +425,8 @@ def _lay_out(row: Row) -> _Layout:
     return laid
 
 
-def _mask(nodes: Tensor, parents: list[list[int]], prefix: int) -> Tensor:
-    """Who sees whom, [batch, 1, seq, prefix + seq]: the prefix, and of what stands before it its own ancestors."""
+def _mask(nodes: Tensor, parents: list[list[int]], prefix: int, first: int) -> Tensor:
+    """Whom each token from ``first`` on sees, [batch, 1, seq - first, prefix + seq]: the prefix, and its ancestors."""
     batch, length = nodes.shape
     number = 1 + max(len(row) for row in parents)
     ancestors = torch.zeros(batch, number, number, dtype=torch.bool)
@@ -426,9 +437,10 @@ def _mask(nodes: Tensor, parents: list[list[int]], prefix: int) -> Tensor:
             ancestors[row, node, node] = True
     ancestors[:, -1, -1] = True
     ancestors = ancestors.to(nodes.device)
-    seen = ancestors.gather(1, nodes[:, :, None].expand(batch, length, number))
-    seen = seen.gather(2, nodes[:, None, :].expand(batch, length, length)).tril()
-    whole = torch.ones(batch, length, prefix, dtype=torch.bool, device=nodes.device)
+    queries = length - first
+    seen = ancestors.gather(1, nodes[:, first:, None].expand(batch, queries, number))
+    seen = seen.gather(2, nodes[:, None, :].expand(batch, queries, length)).tril(first)
+    whole = torch.ones(batch, queries, prefix, dtype=torch.bool, device=nodes.device)
     return torch.cat((whole, seen), dim=2)[:, None]
 
 
@@ -441,14 +453,14 @@ class _OnPrefix:
         kept: takes keys and values of prefix and rows, by layer; none: they are forgotten.
     """
 
-    def __init__(self, prefix: Prefix, mask: Tensor | None, kept: list[tuple[Tensor, Tensor]] | None = None) -> None:
+    def __init__(self, prefix: Prefix, mask: Mask | None, kept: list[tuple[Tensor, Tensor]] | None = None) -> None:
         self._prefix, self._mask, self.kept = prefix, mask, kept
 
     def layer(self, index: int) -> LayerCache:
         """Of block ``index``."""
         return _LayerOnPrefix(self._prefix.layers[index] if self._prefix.layers else None, self.kept)
 
-    def mask(self, positions: Tensor) -> Tensor | None:
+    def mask(self, positions: Tensor) -> Mask | None:
         """As the rows need it."""
         return self._mask
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,18 @@ from llmstack.model.config import ModelConfig
 from llmstack.model.kv_cache import LayerCache
 from llmstack.model.rope import Rotation, rotate
 
-Mask = Tensor | BlockMask
-"""Who may look at whom: [batch, 1, seq, keys], true where a query may look, or the same by tiles of 128 x 128."""
+
+class TrunkMask(NamedTuple):
+    """The first tokens look at all before them, which needs no mask; the others at what one says."""
+
+    trunk: int
+    """How many those are, 1 at least."""
+    rest: Tensor
+    """[batch, 1, seq - trunk, seq]."""
+
+
+Mask = Tensor | BlockMask | TrunkMask
+"""Who may look at whom: [batch, 1, seq, keys], true where a query may look; the same by tiles of 128 x 128; or that."""
 
 Attend = Callable[..., Tensor]
 
@@ -66,6 +76,10 @@ class Attention(nn.Module):
         if isinstance(mask, BlockMask):
             attend = cast(Attend, flex_attention) if torch.compiler.is_compiling() else _compiled_flex_attention()
             return attend(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=groups > 1)
+        if isinstance(mask, TrunkMask):
+            cut = mask.trunk
+            trunk = self._attend(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], None)
+            return torch.cat((trunk, self._attend(q[:, :, cut:], k, v, mask.rest)), dim=2)
         if groups > 1 and q.shape[2] == 1 and mask is not None:
             # One query per row: the query heads that share a key-value head become its queries, nothing is copied.
             grouped = q.view(q.shape[0], self.kv_heads, groups, self.head_dim)
