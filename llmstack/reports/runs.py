@@ -25,7 +25,6 @@ Series = tuple[Array, Array]
 Place = tuple[int | None, str]
 """Layer and site of a diagnostic; None and "" where it has none."""
 
-_SHOWN = ("dataset", "perplexity", "nats_per_token", "bits_per_byte", "tokens")
 EVALUATIONS = "evaluation"
 """Folder in that of a run."""
 

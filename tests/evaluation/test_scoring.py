@@ -446,3 +446,34 @@ def test_a_half_of_the_numbers_at_once_gives_the_same(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model.lm_head, "forward", watched)
     agree(found(model, all_kinds(model)), expected, 1e-5)
     assert largest == 3
+
+
+def test_compiled_blocks_are_few_graphs_and_give_the_same() -> None:
+    """As on a GPU, by default: whatever the lengths, batches and shared beginnings, a known number of graphs."""
+    torch._dynamo.reset()
+    model = trained("rmsnorm")
+
+    def text(length: int, seed: int) -> list[int]:
+        return random.Random(seed).choices(range(VOCAB), k=length)
+
+    requests = [
+        Request(tuple(text(length, seed)), tuple(text(answer, seed + 100)))
+        for seed, (length, answer) in enumerate([(3, 1), (9, 4), (17, 2), (30, 5), (41, 3)])
+        for _ in range(2)
+    ]
+    shots = text(40, 7)
+    for seed in range(12):
+        question = [*shots, *text(9, 50 + seed)]
+        requests += [Request(tuple(question), tuple(text(3 + choice, 200 + 9 * seed + choice))) for choice in range(4)]
+    plain = [one for _, one in sorted(score(model, requests, window=64, batch_tokens=256))]
+    compiled = inference_form(model, fold=False)
+    for block in compiled.blocks:
+        block.forward = torch.compile(block.forward, dynamic=True, backend="eager")  # type: ignore[method-assign]
+    torch._dynamo.utils.counters.clear()
+    for batch_tokens in (64, 100, 256, 1000):
+        found = [one for _, one in sorted(score(compiled, requests, window=64, batch_tokens=batch_tokens))]
+        assert [one.greedy for one in found] == [one.greedy for one in plain]
+        assert max(abs(a.logprob - b.logprob) for a, b in zip(found, plain, strict=True)) < 1e-4
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] <= 8
+    assert not counters["graph_break"]
