@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmstack.cli.parsing import output_file, positive
-from llmstack.errors import UserError
+from llmstack.errors import Stopped, UserError
 
 if TYPE_CHECKING:
     from llmstack.checkpoint import RunFolder, Source
@@ -135,11 +135,12 @@ def _watch(args: argparse.Namespace, settings: Settings, manager: OfflineTasks, 
             done.add(newest)
             try:
                 _evaluate(args, newest, settings, manager, ranks)
-            except UserError as error:
+            except (UserError, Stopped) as error:
                 # The run keeps a few checkpoints only: this one may have gone meanwhile.
                 if Path(newest).exists():
                     raise
-                print(f"llmstack: {error}; it is no longer kept", file=sys.stderr)
+                if ranks.is_first:
+                    print(f"llmstack: {error}; it is no longer kept", file=sys.stderr)
         elif finished:
             return
         else:
@@ -154,6 +155,7 @@ def _newest(run: RunFolder) -> str | None:
 def _evaluate(args: argparse.Namespace, ckpt: str, settings: Settings, manager: OfflineTasks, ranks: Ranks) -> None:
     """Evaluate one checkpoint, print and write what came of it."""
     from llmstack.checkpoint import resolve
+    from llmstack.cli.ranks import together
     from llmstack.evaluation.results import (
         as_text,
         described,
@@ -165,8 +167,15 @@ def _evaluate(args: argparse.Namespace, ckpt: str, settings: Settings, manager: 
         write_text,
     )
 
-    source = resolve(ckpt)
-    model = _model(args, source, ranks)
+    loaded: list[tuple[Source, HarnessModel]] = []
+
+    def load() -> None:
+        source = resolve(ckpt)
+        loaded.append((source, _model(args, source, ranks)))
+
+    # One rank that cannot read it ends all.
+    together(ranks, load)
+    ((source, model),) = loaded
     if ranks.is_first:
         print(_introduction(model, source), file=sys.stderr, flush=True)
     evaluated = evaluate(model, manager, settings)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub.constants
 import lm_eval.tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
@@ -142,11 +142,10 @@ def by_itself(progress: bool) -> None:
     Args:
         progress: show bars.
     """
-    os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
-    datasets.config.HF_HUB_OFFLINE = True
+    # Their variables of the environment are read when they are loaded, and would be handed on to other programs.
+    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     for name in ("lm_eval", "lm-eval", "datasets", "transformers", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not progress:
-        # Its variable of the environment is read when it is loaded, which may have been long ago.
         tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)

@@ -102,6 +102,9 @@ class TableTokenizer(Tokenizer):
     def _definition(self) -> bytes:
         raise NotImplementedError
 
+    def _special_name(self, token_id: int) -> str:
+        raise NotImplementedError
+
     def _token_bytes(self, token_id: int) -> bytes:
         return self._table[token_id]
 
